@@ -1,0 +1,93 @@
+"""Every error that is somebody's fault, by whose fault it is.
+
+- `InferError` and its subclasses: one request went wrong. Its message is the answer's `{"error": ...}`; its code picks the
+  HTTP status. Codecs raise it for what a client sent; a model may raise it to choose the code of its own failure.
+- `SetupError` and its subclasses: what the operator asked for can't be done (a port in use, a broken `config.pbtxt`).
+  The command prints its message as one line and exits with 1.
+
+Anything else that is raised is a bug, in a model or in the server: the client gets a 500, the log gets the traceback, once.
+"""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+
+__all__ = ["BadJSONError", "ErrorCode", "InferError", "ModelLoadError", "SetupError"]
+
+
+class ErrorCode(enum.Enum):
+    """Triton's error codes; the value is the HTTP status that Triton's front end gives each."""
+
+    status: int
+
+    def __new__(cls, number: int, status: int) -> ErrorCode:
+        self = object.__new__(cls)
+        self._value_ = number
+        self.status = status
+        return self
+
+    # Numbers as in TRITONSERVER_Error_Code; statuses as measured on Triton's HTTP front end.
+    UNKNOWN = 0, 400
+    INTERNAL = 1, 500
+    NOT_FOUND = 2, 404
+    INVALID_ARG = 3, 400
+    UNAVAILABLE = 4, 503
+    UNSUPPORTED = 5, 501
+    ALREADY_EXISTS = 6, 400
+    CANCELLED = 7, 400
+
+
+class InferError(Exception):
+    """One request failed; the client is told `message`.
+
+    Args:
+        message: what was wrong, where, expected and got, and what to do; it becomes the answer's `error`.
+        code: picks the HTTP status; INVALID_ARG (400) unless said otherwise.
+        status: an HTTP status that no code stands for (405, 408, 413, ...); overrides the code's.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        code: ErrorCode = ErrorCode.INVALID_ARG,
+        *,
+        status: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.status = code.status if status is None else status
+
+
+class BadJSONError(InferError):
+    """The request's JSON can't be read, lacks a field, or has a value of the wrong JSON type.
+
+    Triton answers 500 to these (its JSON reader reports INTERNAL, and its tests assert it); a server option turns
+    that into 400 for operators whose alarms count 5xx.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ErrorCode.INTERNAL)
+
+
+class SetupError(Exception):
+    """What the operator asked for can't be done; the message is one line that says what and where."""
+
+
+class ModelLoadError(SetupError):
+    """A model can't be served.
+
+    Args:
+        model: the model's name.
+        reason: what was wrong.
+        where: the file, and the line in it where that is known.
+    """
+
+    def __init__(self, model: str, reason: str, *, where: Path | None = None, line: int | None = None) -> None:
+        place = "" if where is None else f" ({where}{'' if line is None else f':{line}'})"
+        super().__init__(f"model '{model}' can't be loaded: {reason}{place}")
+        self.model = model
+        self.reason = reason
+        self.where = where
+        self.line = line

@@ -1,0 +1,209 @@
+"""A request's life: the phases it passes through, and the one outcome it ends with.
+
+Everything that wants to know how a request is doing (statistics, the access log, a drain) watches its `Life`, and nothing
+keeps a tally of its own. That is why a request can't be counted twice, or as a success in one place and as cancelled in
+another: there is one table, below, and one way through it.
+
+    RECEIVING ── QUEUED ── RUNNING ── STREAMING ──┐
+        │           │         └────── SENDING ────┤── one Outcome
+        └───────────┴──────────────── SENDING ────┘
+
+- RECEIVING: the head is read, the body is being read and decoded. Requests that no model answers (health, metadata, an
+  unknown path) go straight on to SENDING, as does whatever is refused here.
+- QUEUED: decoded, waiting for a model instance.
+- RUNNING: an instance works on it, and nothing of the answer has been sent.
+- STREAMING: the instance works on and parts of the answer are on their way.
+- SENDING: the answer is complete and is being sent.
+
+A life may be *cancelled* from any phase, once, with a reason; that is remembered together with the phase it struck, calls
+the canceller that the connection has attached (it cancels the request's cancel scope), and decides the outcome whatever
+else the request still does. A cancel that comes after the end changes nothing: the last byte was handed to the kernel.
+
+What this does not do: it knows no clock but `perf_counter_ns`, no trio, no HTTP beyond a status number.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+__all__ = ["CancelReason", "Life", "LifeWatcher", "LifecycleError", "Outcome", "Phase"]
+
+
+class Phase(enum.Enum):
+    """Where a request is."""
+
+    RECEIVING = "receiving"
+    QUEUED = "queued"
+    RUNNING = "running"
+    STREAMING = "streaming"
+    SENDING = "sending"
+
+
+class Outcome(enum.Enum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    """Answered with a 2xx, to the last byte."""
+    REJECTED = "rejected"
+    """Answered with a 4xx: the request was at fault."""
+    FAILED = "failed"
+    """Answered with a 5xx, or with an error event in mid-stream: the model or the server was at fault."""
+    CANCELLED = "cancelled"
+    """Stopped; the reason and the phase say why and when."""
+    UNDELIVERED = "undelivered"
+    """The work was finished, by policy, for a client that had left."""
+
+
+class CancelReason(enum.Enum):
+    """Why a request was stopped."""
+
+    DISCONNECTED = "client disconnected"
+    STALLED = "client stalled"
+    TIMEOUT = "timeout"
+    SHUTDOWN = "shutdown"
+
+
+class LifecycleError(Exception):
+    """A move that the table below doesn't have: a bug in the server."""
+
+
+NEXT: Final[dict[Phase, frozenset[Phase]]] = {
+    Phase.RECEIVING: frozenset({Phase.QUEUED, Phase.RUNNING, Phase.SENDING}),
+    Phase.QUEUED: frozenset({Phase.RUNNING, Phase.SENDING}),
+    Phase.RUNNING: frozenset({Phase.STREAMING, Phase.SENDING}),
+    Phase.STREAMING: frozenset(),
+    Phase.SENDING: frozenset(),
+}
+
+OUTCOMES: Final[dict[Phase, frozenset[Outcome]]] = {
+    Phase.RECEIVING: frozenset({Outcome.CANCELLED}),
+    Phase.QUEUED: frozenset({Outcome.CANCELLED}),
+    Phase.RUNNING: frozenset({Outcome.CANCELLED}),
+    Phase.STREAMING: frozenset({Outcome.COMPLETED, Outcome.FAILED, Outcome.CANCELLED, Outcome.UNDELIVERED}),
+    Phase.SENDING: frozenset(Outcome),
+}
+
+
+class LifeWatcher(Protocol):
+    """Something that is told of each move of each life. Both methods must be quick and must not raise."""
+
+    def life_moved(self, life: Life, left: Phase | None) -> None:
+        """`life.phase` is new; `left` is the phase before, or None at birth."""
+
+    def life_ended(self, life: Life) -> None:
+        """`life.outcome` is set; `life.phase` is the phase it ended in."""
+
+
+class Life:
+    """One request from its first header byte to its outcome.
+
+    Args:
+        watchers: told of each move, in this order.
+
+    Attributes:
+        phase, outcome: where it is; how it ended, None while it lives.
+        reason, struck: why it was cancelled and in which phase; None if it was not.
+        status: the HTTP status that was, or would have been, answered; 499 for a client that left.
+        model, version, request_id: what is asked of whom; "" until known.
+        entered: `perf_counter_ns` at which each phase was entered.
+        canceller: called once by `cancel`, in whatever task calls that; set by the connection's guard.
+    """
+
+    __slots__ = (
+        "_watchers",
+        "canceller",
+        "ended",
+        "entered",
+        "label",
+        "model",
+        "outcome",
+        "phase",
+        "reason",
+        "request_id",
+        "status",
+        "struck",
+        "version",
+    )
+
+    def __init__(self, watchers: Sequence[LifeWatcher] = (), *, label: str = "") -> None:
+        self._watchers = watchers
+        self.label = label
+        self.phase = Phase.RECEIVING
+        self.outcome: Outcome | None = None
+        self.reason: CancelReason | None = None
+        self.struck: Phase | None = None
+        self.status = 0
+        self.model = self.version = self.request_id = ""
+        self.entered = {Phase.RECEIVING: time.perf_counter_ns()}
+        self.ended = 0
+        self.canceller: Callable[[CancelReason], None] | None = None
+        for watcher in watchers:
+            watcher.life_moved(self, None)
+
+    @property
+    def cancelled(self) -> bool:
+        """True from the moment of the cancel; an attribute read, cheap enough to poll in a loop."""
+        return self.reason is not None
+
+    def advance(self, phase: Phase) -> None:
+        """Go on to `phase`.
+
+        Raises:
+            LifecycleError: the table has no such move, or the life has ended.
+        """
+        left = self.phase
+        if self.outcome is not None or phase not in NEXT[left]:
+            raise LifecycleError(f"a request can't go from {left.value} to {phase.value}")
+        self.phase = phase
+        self.entered[phase] = time.perf_counter_ns()
+        for watcher in self._watchers:
+            watcher.life_moved(self, left)
+
+    def cancel(self, reason: CancelReason) -> bool:
+        """Stop the request: the first call counts, and only before the end.
+
+        Returns:
+            whether this call was the one that counted.
+        """
+        if self.reason is not None or self.outcome is not None:
+            return False
+        self.reason = reason
+        self.struck = self.phase
+        if self.canceller is not None:
+            self.canceller(reason)
+        return True
+
+    def end(self, *, failed: bool = False, undelivered: bool = False) -> Outcome:
+        """The last byte was handed over, or nothing more will be.
+
+        Args:
+            failed: an error was sent in mid-stream, under a status that had gone out as good.
+            undelivered: the client had left, and the work was finished all the same.
+
+        Raises:
+            LifecycleError: it has ended before, or the phase can't end so.
+        """
+        if self.reason is not None:
+            outcome = Outcome.CANCELLED
+            self.status = 499 if self.reason in _CLIENT_WENT else 503
+        elif undelivered:
+            outcome = Outcome.UNDELIVERED
+        elif failed or self.status >= 500:
+            outcome = Outcome.FAILED
+        else:
+            outcome = Outcome.REJECTED if self.status >= 400 else Outcome.COMPLETED
+        if self.outcome is not None or outcome not in OUTCOMES[self.phase]:
+            raise LifecycleError(f"a request can't end as {outcome.value} while {self.phase.value}")
+        self.outcome = outcome
+        self.ended = time.perf_counter_ns()
+        self.canceller = None
+        for watcher in self._watchers:
+            watcher.life_ended(self)
+        return outcome
+
+
+# nginx's 499, "client closed request": never sent, only logged and counted.
+_CLIENT_WENT: Final = frozenset({CancelReason.DISCONNECTED, CancelReason.STALLED})

@@ -1,0 +1,99 @@
+"""Bounds on what untrusted bytes may cost, and the policies on a client that leaves: plain frozen values.
+
+Each default names its precedent. Sizes are bytes, times are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import attrs
+from attrs import validators
+
+__all__ = ["DisconnectPolicy", "Keepalive", "Limits"]
+
+_KIB, _MIB, _GIB = 2**10, 2**20, 2**30
+
+
+def _positive(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{attribute.name} must be more than 0, got {value}")
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """How much one connection, and all of them, may take.
+
+    Attributes:
+        max_header_size: bytes of request line and headers; more is answered 431. (Node.js and h11: 16 KiB.)
+        http_max_input_size: bytes of JSON, of a raw body, and of a body after decompression; more is answered 400.
+            Binary tensors are not counted. (Triton: 64 MiB, same name and meaning.)
+        max_body_size: bytes of a whole request body, binary tensors included; more is answered 413. (Triton has no such
+            bound over HTTP; over gRPC it is 2 GiB.)
+        header_timeout: seconds from a request's first byte (or from accepting, over TLS) to the end of its headers; later
+            is answered 408. (nginx client_header_timeout: 60; Apache RequestReadTimeout: 20-40.)
+        body_timeout: seconds between two reads of a body; longer is answered 408. (nginx client_body_timeout: 60.)
+        idle_timeout: seconds that a connection is kept between two requests. (nginx keepalive_timeout: 75; longer than the
+            60 s of the usual load balancers, so that the proxy, not the server, is the one who closes.)
+        write_timeout: seconds in which a client that is being sent an answer takes not one byte; then the request is
+            cancelled as *stalled*. (nginx send_timeout: 60.)
+        linger_timeout: seconds for which a refused upload is read and thrown away, so that its client can read the refusal.
+            (nginx lingering_timeout: 5.)
+        max_connections: connections open at once; further ones wait in the listen queue. (HAProxy's maxconn rule.)
+        max_json_depth: nesting of a JSON body. (Triton: 100.)
+    """
+
+    max_header_size: int = attrs.field(default=16 * _KIB, validator=_positive)
+    http_max_input_size: int = attrs.field(default=64 * _MIB, validator=_positive)
+    max_body_size: int = attrs.field(default=2 * _GIB, validator=_positive)
+    header_timeout: float = attrs.field(default=60.0, validator=_positive)
+    body_timeout: float = attrs.field(default=60.0, validator=_positive)
+    idle_timeout: float = attrs.field(default=75.0, validator=_positive)
+    write_timeout: float = attrs.field(default=60.0, validator=_positive)
+    linger_timeout: float = attrs.field(default=5.0, validator=_positive)
+    max_connections: int = attrs.field(default=16_384, validator=_positive)
+    max_json_depth: int = attrs.field(default=100, validator=_positive)
+
+
+@attrs.frozen(kw_only=True)
+class DisconnectPolicy:
+    """What counts as a client that left, and what happens then.
+
+    Attributes:
+        on_disconnect: `cancel` stops the inference; `finish` lets it run to its end, and nobody watches the connection
+            meanwhile (the answer is then *undelivered*). The default is what Go's net/http and Ray Serve do.
+        half_close: `gone` takes a FIN after the request for a departure, as nginx, uvicorn, Go and hypercorn do; `wait`
+            goes on and answers, as Triton does (a reset still cancels). The kernel can't tell the two kinds of FIN apart.
+        pipelined: `disarm` stops watching once bytes of a next request have arrived, so that each pipelined request is
+            answered; `watch` goes on looking for a hang-up behind those bytes (Linux only).
+    """
+
+    on_disconnect: Literal["cancel", "finish"] = attrs.field(
+        default="cancel", validator=validators.in_(("cancel", "finish"))
+    )
+    half_close: Literal["gone", "wait"] = attrs.field(default="gone", validator=validators.in_(("gone", "wait")))
+    pipelined: Literal["disarm", "watch"] = attrs.field(default="disarm", validator=validators.in_(("disarm", "watch")))
+
+
+@attrs.frozen(kw_only=True)
+class Keepalive:
+    """TCP's own means against a peer that vanished without a FIN (power, cable, NAT): whole seconds, set on each socket.
+
+    Attributes:
+        tcp_keepalive_idle: seconds of silence before the first probe. (Go's net/http: 15; Linux alone: 7200.)
+        tcp_keepalive_interval: seconds between probes. (Go: 15.)
+        tcp_keepalive_count: unanswered probes before the connection is dead. (Linux and Go: 9; 4 here, so that the whole
+            takes 75 s.)
+        tcp_user_timeout: seconds for which sent bytes may stay unacknowledged. (RFC 5482; gRPC: 20. Linux only.)
+    """
+
+    tcp_keepalive_idle: int = attrs.field(default=15, validator=_positive)
+    tcp_keepalive_interval: int = attrs.field(default=15, validator=_positive)
+    tcp_keepalive_count: int = attrs.field(default=4, validator=_positive)
+    tcp_user_timeout: int = attrs.field(default=75, validator=_positive)
+
+    @property
+    def worst_case(self) -> float:
+        """Seconds after which a silent, vanished peer is noticed at the latest."""
+        probing = self.tcp_keepalive_idle + self.tcp_keepalive_interval * self.tcp_keepalive_count
+        return max(probing, self.tcp_user_timeout)

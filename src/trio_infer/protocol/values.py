@@ -1,0 +1,135 @@
+"""What a request asks and what an answer says, as plain values: the types that models and codecs meet in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import attrs
+import numpy as np
+
+from trio_infer.protocol.datatypes import Datatype
+
+__all__ = [
+    "Array",
+    "InferRequest",
+    "InferResponse",
+    "ParameterValue",
+    "RequestedOutput",
+    "ResponsePlan",
+    "Signature",
+    "TensorSpec",
+]
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+ParameterValue: TypeAlias = "bool | int | float | str"
+
+
+def _never_cancelled() -> bool:
+    return False
+
+
+def _datatype(value: Datatype | str) -> Datatype:
+    return value if isinstance(value, Datatype) else Datatype[value]
+
+
+def _shape(value: tuple[int, ...] | list[int]) -> tuple[int, ...]:
+    return tuple(value)
+
+
+@attrs.frozen
+class TensorSpec:
+    """One input or output of a model.
+
+    Args:
+        name: unique among the model's inputs (or outputs).
+        datatype: a `Datatype`, or its name on the wire (`"FP32"`).
+        shape: the dimensions without the batch dimension; -1 is any size, `()` a scalar.
+        optional: whether a request may leave this input out.
+    """
+
+    name: str
+    datatype: Datatype = attrs.field(converter=_datatype)
+    shape: tuple[int, ...] = attrs.field(converter=_shape)
+    optional: bool = attrs.field(default=False, kw_only=True)
+
+
+@attrs.frozen
+class Signature:
+    """What goes into a model and comes out of it; requests are checked against it before the model sees them.
+
+    Args:
+        name: the model's name.
+        version: the model's version.
+        inputs, outputs: in the order in which metadata lists them.
+        max_batch_size: 0 if tensors have no batch dimension; else they all have one in front, and at most so many rows.
+        decoupled: whether a request may have any number of responses (0, 1, many) rather than exactly one.
+    """
+
+    name: str
+    version: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_batch_size: int = 0
+    decoupled: bool = False
+
+    def wire_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        """The shape as metadata gives it: with -1 in front if there is a batch dimension."""
+        return (-1, *spec.shape) if self.max_batch_size else spec.shape
+
+
+@attrs.frozen(eq=False)
+class InferRequest:
+    """What a client asks of a model.
+
+    Args:
+        model_name, model_version: who is asked.
+        inputs: by name, in the request's order. Shapes include the batch dimension if the model has one. Arrays may be
+            read-only views of the bytes received: copy before writing. BYTES tensors are object arrays of `bytes`.
+        id: as the client gave it; "" if it gave none.
+        parameters: the request's own (`sequence_id`, `priority`, ... included).
+        requested_outputs: names of the outputs that the client wants; empty means all.
+        is_cancelled: true as soon as the request's work is not wanted any more; safe in any thread, and cheap.
+    """
+
+    model_name: str
+    model_version: str
+    inputs: Mapping[str, Array]
+    id: str = ""
+    parameters: Mapping[str, ParameterValue] = attrs.field(factory=dict)
+    requested_outputs: tuple[str, ...] = ()
+    is_cancelled: Callable[[], bool] = attrs.field(default=_never_cancelled, kw_only=True)
+
+
+@attrs.frozen(eq=False)
+class InferResponse:
+    """One response of a model.
+
+    Args:
+        outputs: by name; shapes include the batch dimension if the model has one.
+        parameters: the response's own; sent along as they are.
+    """
+
+    outputs: Mapping[str, Array]
+    parameters: Mapping[str, ParameterValue] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class RequestedOutput:
+    """How the client wants one output: `binary` as raw bytes after the JSON, else inside it."""
+
+    name: str
+    binary: bool
+
+
+@attrs.frozen
+class ResponsePlan:
+    """How the client wants the answer; decoded with the request, used when the answer is encoded.
+
+    Args:
+        outputs: those it listed, in its order; empty means all, each as `binary_default` says.
+        binary_default: Triton's `binary_data_output`: holds for outputs that are not listed, and for no others.
+    """
+
+    outputs: tuple[RequestedOutput, ...] = ()
+    binary_default: bool = False
