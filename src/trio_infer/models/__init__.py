@@ -1,0 +1,1 @@
+"""What a model is, how it runs, and how it is stopped."""

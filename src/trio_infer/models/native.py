@@ -1,0 +1,134 @@
+"""Models written for this server: an async function, under trio's own cancellation.
+
+A model is an object. What it takes and gives is said by plain attributes, so that attrs classes, dataclasses and ordinary
+classes all do; what it does is `infer`, either `async def ... return` (one response) or `async def ... yield` (any
+number). Cancellation is trio's: when the client leaves, the `await` that `infer` is in raises `trio.Cancelled`, and an
+async generator is closed, in the task that iterates it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Literal, TypeAlias, cast
+
+from trio_infer.errors import ModelLoadError
+from trio_infer.models.runner import Instance, Send, Stops
+from trio_infer.protocol.model_config import ModelConfig
+from trio_infer.protocol.values import Array, InferRequest, InferResponse, Signature, TensorSpec
+
+__all__ = ["Model", "ModelOutput", "NativeRunner"]
+
+ModelOutput: TypeAlias = "InferResponse | Mapping[str, Array]"
+"""What `infer` gives: a response, or just its outputs by name."""
+
+
+class Model:
+    """Base class of native models: subclass it, say what it takes and gives, write `infer`.
+
+    Attributes:
+        name: in URLs; required.
+        version: a positive number, as text.
+        inputs, outputs: tensors with their datatypes and shapes (without the batch dimension).
+        max_batch_size: 0 for no batch dimension; else the most rows a request may have.
+        instances: how many requests may be in `infer` at once; None (the default) for any number. Others wait in a FIFO.
+        on_disconnect: `"cancel"` or `"finish"`; None (the default) leaves it to the server.
+    """
+
+    name: str
+    version: str = "1"
+    inputs: Sequence[TensorSpec] = ()
+    outputs: Sequence[TensorSpec] = ()
+    max_batch_size: int = 0
+    instances: int | None = None
+    on_disconnect: Literal["cancel", "finish"] | None = None
+
+    def infer(self, request: InferRequest) -> Awaitable[ModelOutput] | AsyncGenerator[ModelOutput, None]:
+        """Answer one request: write it as `async def`, with `return` for one response or with `yield` for any number.
+
+        Args:
+            request: its inputs are checked against `inputs`; arrays may be read-only.
+
+        Raises:
+            InferError: to choose the code and the words that the client gets.
+
+        Cancellation: the client's leaving raises `trio.Cancelled` at the next checkpoint. Clean-up in `finally` that awaits
+        is cancelled too, unless it is shielded; a shield must have a time limit.
+        """
+        raise NotImplementedError
+
+    async def load(self) -> None:
+        """Called once, before the first request. An exception here stops the server from starting."""
+
+    async def unload(self) -> None:
+        """Called once, after the last request."""
+
+
+class NativeRunner:
+    """Runs a `Model` in the task of its request.
+
+    Args:
+        model: its attributes are read once, here.
+
+    Raises:
+        ModelLoadError: no name, a name given twice, an `infer` that is not async.
+    """
+
+    stops: Stops = "checkpoint"
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        name = getattr(model, "name", "")
+        if not name or not isinstance(name, str):
+            raise ModelLoadError(type(model).__name__, "it has no `name`; set one on the class or the instance")
+        infer = model.infer
+        self._streams = inspect.isasyncgenfunction(infer)
+        if not self._streams and not inspect.iscoroutinefunction(infer):
+            raise ModelLoadError(name, f"`{type(model).__name__}.infer` must be `async def`")
+        for specs in (model.inputs, model.outputs):
+            names = [spec.name for spec in specs]
+            if len(set(names)) < len(names):
+                raise ModelLoadError(name, f"a tensor name is given twice in {names}")
+        if model.instances is not None and model.instances < 1:
+            raise ModelLoadError(name, f"`instances` must be at least 1 or None, got {model.instances}")
+        self.instances = model.instances
+        self.signature = Signature(
+            name=name,
+            version=str(model.version),
+            inputs=tuple(model.inputs),
+            outputs=tuple(model.outputs),
+            max_batch_size=model.max_batch_size,
+            decoupled=self._streams,
+        )
+        self.config = ModelConfig.of_signature(self.signature, instances=model.instances)
+
+    @property
+    def on_disconnect(self) -> Literal["cancel", "finish"] | None:
+        return self.model.on_disconnect
+
+    async def load(self) -> None:
+        try:
+            await self.model.load()
+        except Exception as error:
+            raise ModelLoadError(self.signature.name, f"{type(error).__name__}: {error}") from error
+
+    async def run(self, instance: Instance, request: InferRequest, send: Send) -> None:
+        instance.begin()
+        try:
+            if self._streams:
+                stream = cast("AsyncGenerator[ModelOutput, None]", self.model.infer(request))
+                async with aclosing(stream):
+                    async for output in stream:
+                        await send(_response(output))
+            else:
+                await send(_response(await cast("Awaitable[ModelOutput]", self.model.infer(request))))
+        finally:
+            instance.end()
+
+    async def unload(self) -> None:
+        await self.model.unload()
+
+
+def _response(output: Any) -> InferResponse:
+    return output if isinstance(output, InferResponse) else InferResponse(output)

@@ -1,0 +1,103 @@
+"""The contract between whoever schedules a request and whatever runs it.
+
+A `Runner` is one loaded version of one model. It promises how it stops (`stops`), and it is honest about it: an
+`Instance` is taken from `begin` to `end` of the work itself, not of the task that waits for the work. A task can leave a
+thread that ignores its cancellation; the instance can't be given to the next request until that thread is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Literal, Protocol, TypeAlias
+
+import attrs
+
+from trio_infer.protocol.model_config import ModelConfig
+from trio_infer.protocol.values import InferRequest, InferResponse, Signature
+
+__all__ = ["Instance", "Runner", "Send", "Stops"]
+
+Send: TypeAlias = Callable[[InferResponse], Awaitable[None]]
+"""Takes one response of a request on its way; returns when the next one may come (that is the backpressure)."""
+
+Stops: TypeAlias = Literal["checkpoint", "callback", "never"]
+"""Where a cancelled run ends: at trio's next checkpoint; when the model next asks `is_cancelled()`; only at its own end."""
+
+
+@attrs.define(eq=False)
+class Instance:
+    """One place in which one run at a time may happen.
+
+    Args:
+        index: from 0; a runner that keeps a state for each instance finds it by this.
+
+    Attributes:
+        working: whether work is going on in it. Only the trio thread may read or change this.
+        on_idle: called once, in the trio thread, when the work ends after its task has left; set by the scheduler.
+    """
+
+    index: int
+    working: bool = False
+    on_idle: Callable[[], None] | None = None
+
+    def begin(self) -> None:
+        """The runner says that work starts; call it in the trio thread."""
+        self.working = True
+
+    def end(self) -> None:
+        """The runner says that the work has really ended; call it in the trio thread."""
+        self.working = False
+        on_idle, self.on_idle = self.on_idle, None
+        if on_idle is not None:
+            on_idle()
+
+
+class Runner(Protocol):
+    """One loaded version of one model.
+
+    Attributes:
+        signature: what requests are checked against.
+        config: what `/config` answers.
+        instances: how many requests may run at once; None for any number.
+        stops: where a cancelled run ends.
+        on_disconnect: what happens when the client leaves; None leaves it to the server.
+    """
+
+    @property
+    def signature(self) -> Signature: ...
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def instances(self) -> int | None: ...
+    @property
+    def stops(self) -> Stops: ...
+    @property
+    def on_disconnect(self) -> Literal["cancel", "finish"] | None: ...
+
+    async def load(self) -> None:
+        """Make ready to run.
+
+        Raises:
+            ModelLoadError: with the model's own words for why not.
+
+        Cancellation: leaves at once; what was begun is undone by `unload`.
+        """
+
+    async def run(self, instance: Instance, request: InferRequest, send: Send) -> None:
+        """Run one request; `await send(response)` for each of its responses, in order.
+
+        Args:
+            instance: granted to this run; `instance.begin()` and `instance.end()` bracket the work itself.
+
+        Raises:
+            InferError: the model says so, with its code.
+            Exception: the model failed; the client gets a 500 with its message, the log its traceback.
+
+        Cancellation: leaves at the next checkpoint; the work itself stops as `stops` says, and `instance` tells when.
+        """
+
+    async def unload(self) -> None:
+        """Let the model clean up; called once, after the last run has left.
+
+        Cancellation: leaves at once, and the clean-up may go on in its thread.
+        """
