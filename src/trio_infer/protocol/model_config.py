@@ -1,0 +1,350 @@
+"""A model's configuration: `config.pbtxt`, what the server fills in, and the JSON that `/config` and the model read.
+
+Order of events: `parse` reads and normalises; a Python model's `auto_complete_config` may then change the JSON, which
+comes back through `of_json`; `check_tensors` says whether what came of it can be served. Only the last step insists on
+datatypes and dims, because until then a model may still supply them.
+
+What this does not do: it does not judge whether the server acts on a field. Each field of the schema is read, kept and
+shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import attrs
+import orjson
+
+from trio_infer.errors import ModelLoadError
+from trio_infer.protocol.config_schema import SchemaError, enum_name, from_json, from_text, new_config, plain
+from trio_infer.protocol.datatypes import Datatype
+from trio_infer.protocol.values import Signature, TensorSpec
+
+__all__ = ["ModelConfig", "VersionPolicy"]
+
+_BY_CONFIG_NAME: Final = {datatype.config_name: datatype for datatype in Datatype}
+
+
+@attrs.frozen
+class VersionPolicy:
+    """Which of a model's versions are served.
+
+    Args:
+        latest: that many with the highest numbers; 0 if the policy is another.
+        specific: exactly these.
+        every: all there are.
+    """
+
+    latest: int = 0
+    specific: tuple[int, ...] = ()
+    every: bool = False
+
+    def pick(self, found: Iterable[int]) -> tuple[int, ...]:
+        """The versions to serve among those found, lowest first. A specific version that wasn't found is not in it."""
+        versions = sorted(set(found))
+        if self.every:
+            return tuple(versions)
+        if self.specific:
+            return tuple(version for version in versions if version in self.specific)
+        return tuple(versions[-self.latest :])
+
+
+@attrs.frozen(eq=False, repr=False)
+class ModelConfig:
+    """One model's configuration, normalised: what was left out has the value it stands for.
+
+    Args:
+        message: the protobuf message; nobody changes it any more.
+        where: the file it came from, for error messages; None if it came from code.
+    """
+
+    message: Any
+    where: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"ModelConfig({self.name!r})"
+
+    # ---- making one
+
+    @classmethod
+    def parse(cls, text: str, *, name: str, where: Path) -> ModelConfig:
+        """Read a `config.pbtxt`.
+
+        Args:
+            text: protobuf text; may be empty, and may leave out `name`.
+            name: the model's directory.
+            where: the file, for error messages.
+
+        Raises:
+            ModelLoadError: with the line: an unknown field, a value that can't be, a name that isn't the directory's.
+        """
+        try:
+            message = from_text(text)
+        except SchemaError as error:
+            raise ModelLoadError(name, error.reason, where=where, line=error.line) from None
+        return cls._checked(message, name, where, lambda pattern: _line_of(text, pattern))
+
+    @classmethod
+    def of_json(cls, data: Mapping[str, Any], *, name: str, where: Path | None = None) -> ModelConfig:
+        """Take a configuration from JSON values, as `as_json` gives them; numbers may also be strings.
+
+        Raises:
+            ModelLoadError: a field that doesn't exist, a value that can't be.
+        """
+        try:
+            message = from_json(data)
+        except SchemaError as error:
+            raise ModelLoadError(name, error.reason, where=where) from None
+        return cls._checked(message, name, where, lambda _: None)
+
+    @classmethod
+    def of_signature(cls, signature: Signature, *, instances: int | None) -> ModelConfig:
+        """The configuration of a model that says everything in code.
+
+        Args:
+            signature: its name, tensors, batching.
+            instances: how many requests it takes at once; None (any number) shows as 1.
+        """
+        message = new_config()
+        message.name = signature.name
+        message.backend = "trio_infer"
+        message.max_batch_size = signature.max_batch_size
+        for target, specs in ((message.input, signature.inputs), (message.output, signature.outputs)):
+            for spec in specs:
+                tensor = target.add(name=spec.name, data_type=spec.datatype.config_name, dims=spec.shape)
+                if spec.optional and target is message.input:
+                    tensor.optional = True
+        if signature.decoupled:
+            message.model_transaction_policy.decoupled = True
+        message.instance_group.add(count=1 if instances is None else instances)
+        _normalise(message)
+        return cls(message)
+
+    @classmethod
+    def _checked(cls, message: Any, name: str, where: Path | None, line_of: Callable[[str], int | None]) -> ModelConfig:
+        def broken(reason: str, pattern: str) -> ModelLoadError:
+            return ModelLoadError(name, reason, where=where, line=line_of(pattern))
+
+        if message.name not in {"", name}:
+            reason = (
+                f"it is named '{message.name}' but its directory is '{name}'; make them the same or leave `name` out"
+            )
+            raise broken(reason, r"\bname\s*:\s*[\"']" + re.escape(message.name))
+        message.name = name
+        if message.max_batch_size < 0:
+            raise broken(f"`max_batch_size` must be 0 or more, got {message.max_batch_size}", r"\bmax_batch_size\b")
+        if any(group.count < 0 for group in message.instance_group):
+            raise broken("the `count` of an `instance_group` must be 1 or more", r"\bcount\s*:\s*-")
+        choice = message.parameters["on_disconnect"].string_value if "on_disconnect" in message.parameters else "cancel"
+        if choice not in {"cancel", "finish"}:
+            raise broken(
+                f"parameter `on_disconnect` must be 'cancel' or 'finish', got '{choice}'", r"\bon_disconnect\b"
+            )
+        policy = message.version_policy
+        if policy.HasField("latest") and policy.latest.num_versions < 1:
+            raise broken("`version_policy` must keep at least 1 of the `latest`", r"\blatest\b")
+        if policy.HasField("specific") and not all(version > 0 for version in [*policy.specific.versions] or [0]):
+            raise broken("`version_policy` must list `specific` versions, each 1 or more", r"\bspecific\b")
+        for size in message.dynamic_batching.preferred_batch_size if message.HasField("dynamic_batching") else ():
+            if not 0 < size <= message.max_batch_size:
+                reason = (
+                    f"`preferred_batch_size` must be from 1 to `max_batch_size` ({message.max_batch_size}), got {size}"
+                )
+                raise broken(reason, r"\bpreferred_batch_size\b")
+        _normalise(message)
+        return cls(message, where)
+
+    # ---- reading it
+
+    @property
+    def name(self) -> str:
+        return str(self.message.name)
+
+    @property
+    def backend(self) -> str:
+        return str(self.message.backend)
+
+    @property
+    def platform(self) -> str:
+        return str(self.message.platform)
+
+    @property
+    def max_batch_size(self) -> int:
+        return int(self.message.max_batch_size)
+
+    @property
+    def decoupled(self) -> bool:
+        return bool(self.message.model_transaction_policy.decoupled)
+
+    @property
+    def default_model_filename(self) -> str:
+        return str(self.message.default_model_filename)
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        return {key: value.string_value for key, value in sorted(self.message.parameters.items())}
+
+    @property
+    def on_disconnect(self) -> Literal["cancel", "finish"] | None:
+        """Our own parameter; None leaves it to the server."""
+        choice = self.parameters.get("on_disconnect")
+        return None if choice is None else "finish" if choice == "finish" else "cancel"
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """As clients see them: `dims`, whatever `reshape` says. Needs `check_tensors` to have passed."""
+        return tuple(
+            TensorSpec(tensor.name, _datatype(tensor), tuple(tensor.dims), optional=tensor.optional)
+            for tensor in self.message.input
+        )
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """As clients see them. Needs `check_tensors` to have passed."""
+        return tuple(TensorSpec(tensor.name, _datatype(tensor), tuple(tensor.dims)) for tensor in self.message.output)
+
+    @property
+    def reshapes(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """By tensor name: the dims that clients see, and those that the model sees; only tensors with a `reshape`."""
+        return {
+            tensor.name: (tuple(tensor.dims), tuple(tensor.reshape.shape))
+            for tensor in (*self.message.input, *self.message.output)
+            if tensor.HasField("reshape")
+        }
+
+    @property
+    def instance_count(self) -> int:
+        """How many requests may run at once: all instance groups together."""
+        return sum(_size(group) for group in self.message.instance_group)
+
+    @property
+    def version_policy(self) -> VersionPolicy:
+        policy = self.message.version_policy
+        return VersionPolicy(
+            latest=policy.latest.num_versions if policy.HasField("latest") else 0,
+            specific=tuple(policy.specific.versions),
+            every=policy.HasField("all"),
+        )
+
+    def instance_name(self, index: int) -> str:
+        """What the instance is called: its group and its number there.
+
+        Args:
+            index: from 0, counted through all groups in their order.
+
+        Raises:
+            IndexError: there are not so many.
+        """
+        group, number = self._place(index)
+        return f"{group.name}_{number}"
+
+    def instance_device(self, index: int) -> tuple[str, int]:
+        """Kind (`"CPU"`, `"GPU"`, `"MODEL"`) and device number of an instance."""
+        group, number = self._place(index)
+        kind = enum_name(group, "kind").removeprefix("KIND_")
+        return kind, group.gpus[number % len(group.gpus)] if kind == "GPU" and group.gpus else 0
+
+    def _place(self, index: int) -> tuple[Any, int]:
+        number = index
+        for group in self.message.instance_group:
+            if number < _size(group):
+                return group, number
+            number -= _size(group)
+        raise IndexError(f"{self!r} has {self.instance_count} instances, no number {index}")
+
+    def signature(self, version: str) -> Signature:
+        """What requests for this version are checked against."""
+        return Signature(
+            self.name, version, self.inputs, self.outputs, max_batch_size=self.max_batch_size, decoupled=self.decoupled
+        )
+
+    def check_tensors(self) -> None:
+        """Whether each tensor is complete.
+
+        Raises:
+            ModelLoadError: a tensor without a name, datatype or dims, a dim that can't be, a name given twice.
+        """
+        for kind, tensors in (("input", self.message.input), ("output", self.message.output)):
+            seen: set[str] = set()
+            for number, tensor in enumerate(tensors):
+                reason = self._fault_of(tensor, seen)
+                if reason:
+                    which = f"'{tensor.name}'" if tensor.name else f"number {number + 1}"
+                    raise ModelLoadError(self.name, f"{kind} {which} {reason}", where=self.where)
+                seen.add(tensor.name)
+
+    def _fault_of(self, tensor: Any, seen: set[str]) -> str:
+        if not tensor.name:
+            return "has no name"
+        if tensor.name in seen:
+            return "is there twice"
+        if enum_name(tensor, "data_type") not in _BY_CONFIG_NAME:
+            return "has no `data_type`"
+        if not tensor.dims:
+            return "has no `dims`"
+        if any(dim == 0 or dim < -1 for dim in tensor.dims):
+            return f"has dims {list(tensor.dims)}; each must be 1 or more, or -1 for any size"
+        return ""
+
+    def as_json(self) -> dict[str, Any]:
+        """The configuration as `/config` shows it: every plain field, and messages if they are set.
+
+        Returns:
+            a new dict of plain values, in the schema's order; 64-bit integers are numbers.
+        """
+        result: dict[str, Any] = plain(self.message)
+        return result
+
+    @property
+    def json_text(self) -> str:
+        """`as_json` as text: what a model is given as `model_config`."""
+        return orjson.dumps(self.as_json()).decode()
+
+
+def _normalise(message: Any) -> None:
+    if not message.version_policy.WhichOneof("policy_choice"):
+        message.version_policy.latest.num_versions = 1
+    for memory in (message.optimization.input_pinned_memory, message.optimization.output_pinned_memory):
+        if not memory.ListFields():
+            memory.enable = True
+    if not message.instance_group:
+        message.instance_group.add(name=message.name)
+    for number, group in enumerate(message.instance_group):
+        group.name = group.name or f"{message.name}_{number}"
+        group.count = max(group.count, 1)
+        if enum_name(group, "kind") == "KIND_AUTO":
+            group.kind = "KIND_GPU" if group.gpus else "KIND_CPU"
+    if message.backend == "python" and not message.default_model_filename:
+        message.default_model_filename = "model.py"
+    _normalise_batchers(message)
+
+
+def _normalise_batchers(message: Any) -> None:
+    batchers = []
+    if message.HasField("dynamic_batching"):
+        batchers.append(message.dynamic_batching)
+    if message.HasField("sequence_batching"):
+        sequences = message.sequence_batching
+        sequences.max_sequence_idle_microseconds = sequences.max_sequence_idle_microseconds or 1_000_000
+        if sequences.HasField("oldest"):
+            batchers.append(sequences.oldest)
+    for batcher in batchers:
+        if not batcher.preferred_batch_size and message.max_batch_size:
+            batcher.preferred_batch_size.append(message.max_batch_size)
+
+
+def _size(group: Any) -> int:
+    by_gpu = enum_name(group, "kind") == "KIND_GPU" and len(group.gpus)
+    return int(group.count * (by_gpu or 1))
+
+
+def _datatype(tensor: Any) -> Datatype:
+    return _BY_CONFIG_NAME[enum_name(tensor, "data_type")]
+
+
+def _line_of(text: str, pattern: str) -> int | None:
+    found = re.search(pattern, text)
+    return None if found is None else text.count("\n", 0, found.start()) + 1
