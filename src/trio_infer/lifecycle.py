@@ -62,7 +62,6 @@ class CancelReason(enum.Enum):
 
     DISCONNECTED = "client disconnected"
     STALLED = "client stalled"
-    TIMEOUT = "timeout"
     SHUTDOWN = "shutdown"
 
 
@@ -188,7 +187,7 @@ class Life:
         """
         if self.reason is not None:
             outcome = Outcome.CANCELLED
-            self.status = 499 if self.reason in _CLIENT_WENT else 503
+            self.status = _STATUS[self.reason]
         elif undelivered:
             outcome = Outcome.UNDELIVERED
         elif failed or self.status >= 500:
@@ -205,5 +204,9 @@ class Life:
         return outcome
 
 
-# nginx's 499, "client closed request": never sent, only logged and counted.
-_CLIENT_WENT: Final = frozenset({CancelReason.DISCONNECTED, CancelReason.STALLED})
+_STATUS: Final = {
+    # nginx's 499, "client closed request": never sent, only logged and counted.
+    CancelReason.DISCONNECTED: 499,
+    CancelReason.STALLED: 499,
+    CancelReason.SHUTDOWN: 503,
+}

@@ -1,0 +1,1 @@
+"""Watching requests' lives: counters and logs."""

@@ -1,0 +1,150 @@
+"""Tickets: a request's place in the queue of a model's instances, given up by itself when the request is cancelled.
+
+The decisions are synchronous and know no clock (`InstanceQueue.draw`, `.give_up`); the waiting is one `trio.Event` a
+ticket, in `InstanceQueue.turn`. So the rules can be tested without a task, and no state is ever half changed at an
+`await`:
+
+- First come, first served. A free instance goes to the ticket that has waited longest, at the moment it is free.
+- A ticket leaves the queue in the instant its request is cancelled, in constant time however long the queue is (the queue
+  is a dict, which keeps its order). It never gets to run, and who stood behind it moves up.
+- A ticket that was granted an instance in the same tick in which its request was cancelled hands the instance on.
+- An instance is free when the *work* in it has ended, not when the task that waited for the work has left. A thread that
+  ignores its cancellation keeps its instance until it is done; meanwhile it counts as *abandoned*.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import attrs
+import trio
+
+from trio_infer.models.runner import Instance
+
+__all__ = ["InstanceQueue", "QueueStatistics", "Ticket"]
+
+
+@attrs.frozen
+class QueueStatistics:
+    """How a model's queue stands, now.
+
+    Attributes:
+        instances: how many there are; None if any number may run.
+        running: requests that hold an instance.
+        waiting: requests that wait for one.
+        abandoned: instances in which work goes on although its request has left.
+    """
+
+    instances: int | None
+    running: int
+    waiting: int
+    abandoned: int
+
+
+@attrs.define(eq=False)
+class Ticket:
+    """A place in the queue.
+
+    Attributes:
+        instance: granted, or None while waiting.
+        granted: set when `instance` is; None if that was at once.
+    """
+
+    instance: Instance | None = None
+    granted: trio.Event | None = None
+
+
+class InstanceQueue:
+    """The instances of one model, and who waits for them.
+
+    Args:
+        instances: how many runs may go on at once; None for any number, and then nobody ever waits.
+    """
+
+    def __init__(self, instances: int | None) -> None:
+        self._limit = instances
+        self._free = deque(Instance(index) for index in range(instances or 0))
+        self._waiting: dict[Ticket, None] = {}
+        self._running = 0
+        self._abandoned = 0
+        self._settled = trio.lowlevel.ParkingLot()
+
+    def statistics(self) -> QueueStatistics:
+        """How it stands, now."""
+        return QueueStatistics(self._limit, self._running, len(self._waiting), self._abandoned)
+
+    @asynccontextmanager
+    async def turn(self, ticket: Ticket) -> AsyncIterator[Instance]:
+        """`async with queue.turn(queue.draw()) as instance: ...` waits for an instance, and gives it back.
+
+        Cancellation: while waiting, the ticket leaves the queue at once; in the block, the instance is given back as soon
+        as the work in it has really ended.
+        """
+        try:
+            if ticket.granted is not None:
+                await ticket.granted.wait()
+            assert ticket.instance is not None
+            yield ticket.instance
+        finally:
+            self.give_up(ticket)
+
+    def draw(self) -> Ticket:
+        """Enter the queue; the ticket has its instance already if one was free."""
+        ticket = Ticket()
+        if self._limit is None:
+            self._grant(ticket, Instance(self._running))
+        elif self._free:
+            self._grant(ticket, self._free.popleft())
+        else:
+            ticket.granted = trio.Event()
+            self._waiting[ticket] = None
+        return ticket
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Leave: the queue, if still waiting, or the instance."""
+        instance, ticket.instance = ticket.instance, None
+        if instance is None:
+            self._waiting.pop(ticket, None)
+            return
+        self._running -= 1
+        if instance.working:
+            self._abandoned += 1
+            instance.on_idle = lambda: self._reclaim(instance)
+        else:
+            self._pass_on(instance)
+        self._settle()
+
+    async def settled(self) -> None:
+        """Return when nothing runs, nobody waits and no work is abandoned.
+
+        Cancellation: just stops waiting.
+        """
+        while self._running or self._waiting or self._abandoned:
+            await self._settled.park()
+
+    def _grant(self, ticket: Ticket, instance: Instance) -> None:
+        ticket.instance = instance
+        self._running += 1
+        if ticket.granted is not None:
+            ticket.granted.set()
+
+    def _reclaim(self, instance: Instance) -> None:
+        self._abandoned -= 1
+        self._pass_on(instance)
+        self._settle()
+
+    def _pass_on(self, instance: Instance) -> None:
+        if self._limit is None:
+            return
+        if self._waiting:
+            ticket = next(iter(self._waiting))
+            del self._waiting[ticket]
+            self._grant(ticket, instance)
+        else:
+            self._free.append(instance)
+
+    def _settle(self) -> None:
+        if not (self._running or self._waiting or self._abandoned):
+            self._settled.unpark_all()

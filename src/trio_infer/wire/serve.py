@@ -1,0 +1,325 @@
+"""One connection from accept to close: a nursery with two children, and the loop that answers requests.
+
+The *inference task* is the nursery's own body: it reads a request, hands it to the application, sees to the end of its
+life, and goes on to the next. The *sentinel* (`sentinel.py`) is the nursery's child. Nothing that a connection starts
+can outlive the nursery.
+
+A request runs in one cancel scope, the inference scope, from its first byte to its last. Whoever wants it stopped calls
+`life.cancel(reason)`; that cancels the scope. What happens then depends on the reason alone: to a client that has gone
+nothing more is written; a client that is still there (shutdown) gets an answer that says why, and if its answer is a
+stream already, a last event and a proper end.
+
+Errors become answers here, in `_answer_error`, and nowhere else. `InferError` is the request's fault or the model's
+considered word, and is answered as it says. Any other exception is a bug: logged once with its traceback, answered 500.
+None crosses the nursery, so no user ever sees an exception group of ours.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, TypeAlias, TypeVarTuple, Unpack
+
+import attrs
+import h11
+import trio
+
+from trio_infer.errors import BadJSONError, ErrorCode, InferError
+from trio_infer.lifecycle import CancelReason, Life, LifeWatcher, Phase
+from trio_infer.limits import DisconnectPolicy, Limits
+from trio_infer.protocol.jsontext import error_json
+from trio_infer.wire.connection import Connection, Headers, Pace, Waiting
+from trio_infer.wire.sentinel import Sentinel
+from trio_infer.wire.sights import Sight
+from trio_infer.wire.transport import Buffer, Departed, open_transport
+
+_Args = TypeVarTuple("_Args")
+
+__all__ = ["Application", "Conversation", "Exchange", "WireSettings", "unwrap"]
+
+logger = logging.getLogger("trio_infer.wire")
+
+FAREWELL: Final = 1.0
+"""Seconds that a client has to take the answer to a request that was stopped under it."""
+
+JSON: Final = ("content-type", "application/json")
+
+
+@attrs.frozen(kw_only=True)
+class WireSettings:
+    """What all connections of a server share.
+
+    Attributes:
+        limits, policy: see there.
+        watchers: are told of every request's life.
+        bad_json_status: what a `BadJSONError` is answered with.
+    """
+
+    limits: Limits = attrs.field(factory=Limits)
+    policy: DisconnectPolicy = attrs.field(factory=DisconnectPolicy)
+    watchers: Sequence[LifeWatcher] = ()
+    bad_json_status: int = 500
+
+
+class Exchange:
+    """One request, and the means to answer it: what an application is given.
+
+    Attributes:
+        life: the request's.
+        method, target: as they came; the target still percent-encoded, with its query.
+    """
+
+    def __init__(self, conversation: Conversation, life: Life, request: h11.Request) -> None:
+        self._conversation = conversation
+        self._connection = conversation.connection
+        self._headers = request.headers
+        self.life = life
+        self.method = request.method.decode("ascii")
+        self.target = request.target.decode("ascii")
+        self.streaming = False
+        self._finishes = False
+        self._undelivered = False
+        self._last_words: Callable[[str], bytes] | None = None
+
+    def header(self, name: bytes) -> str | None:
+        """The value of a header, `name` in lower case; None if the request has none."""
+        for key, value in self._headers:
+            if key == name:
+                return value.decode("latin-1")
+        return None
+
+    @property
+    def content_length(self) -> int | None:
+        """Bytes of the body, 0 if there is none; None if that is not known beforehand."""
+        return self._connection.content_length
+
+    async def body(self, limit: int, too_large: InferError) -> bytearray:
+        """The whole body, at most `limit` bytes; see `Connection.read_body`."""
+        return await self._connection.read_body(limit, too_large)
+
+    def guard(self, on_disconnect: str | None = None) -> AbstractContextManager[None]:
+        """`with exchange.guard(): ...` cancels the request if the client leaves meanwhile. The body must be read by then.
+
+        Args:
+            on_disconnect: the model's own policy, "cancel" or "finish"; None for the server's.
+        """
+        if (on_disconnect or self._conversation.settings.policy.on_disconnect) == "finish":
+            self._finishes = True
+            return nullcontext()
+        return self._conversation.sentinel.guard(self.life, pipelined=self._connection.pipelined)
+
+    async def respond(self, status: int, headers: Headers, buffers: Sequence[Buffer]) -> None:
+        """Send the answer, whole, and end the request's life."""
+        self.life.advance(Phase.SENDING)
+        self.life.status = status
+        await self._deliver(self._connection.respond, status, headers, buffers)
+        self.life.end(undelivered=self._undelivered)
+
+    async def start_stream(self, status: int, headers: Headers, last_words: Callable[[str], bytes]) -> None:
+        """Send the head of an answer that comes in parts.
+
+        Args:
+            last_words: makes the part that says an error's message, should the stream have to end with one.
+        """
+        self.life.advance(Phase.STREAMING)
+        self.life.status = status
+        self.streaming, self._last_words = True, last_words
+        await self._deliver(self._connection.start_stream, status, headers)
+
+    async def send_part(self, data: bytes) -> None:
+        """Send a part of the stream, now; returns when the kernel has it, which is the stream's backpressure."""
+        await self._deliver(self._connection.send_part, data)
+
+    async def end_stream(self, *, failed: bool = False) -> None:
+        """Send the end of the stream, and end the request's life.
+
+        Args:
+            failed: the stream told of an error.
+        """
+        await self._deliver(self._connection.end_stream)
+        self.life.end(failed=failed, undelivered=self._undelivered)
+
+    async def fail(self, status: int, message: str) -> None:
+        """Tell the client of an error, in whatever way it can still be told."""
+        if not self.streaming:
+            headers = [JSON, ("accept-encoding", "gzip, deflate")] if status == 501 else [JSON]
+            await self.respond(status, headers, [error_json(message)])
+        elif self._last_words is not None:
+            last_words, self._last_words = self._last_words, None
+            await self.send_part(last_words(message))
+            await self.end_stream(failed=True)
+
+    async def _deliver(self, send: Callable[[Unpack[_Args]], Awaitable[None]], *args: Unpack[_Args]) -> None:
+        """Send, unless nobody is there: then leave, or if the work is to be finished all the same, go on without."""
+        if self.life.cancelled:
+            await trio.lowlevel.checkpoint()  # inside the request's scope this raises: nothing is written any more
+        if self._finishes and not self._undelivered:
+            self._undelivered = self._client_has_gone()
+        if self._undelivered:
+            self._connection.last = True
+            return
+        try:
+            await send(*args)
+        except Departed:
+            if not self._finishes:
+                raise
+            self._undelivered = self._connection.last = True
+
+    def _client_has_gone(self) -> bool:
+        """Nobody has watched, and the first write after a FIN would seem to succeed: so look once."""
+        sight = self._connection.transport.look()
+        return sight is Sight.RESET or (
+            sight is Sight.EOF and self._conversation.settings.policy.half_close == "gone"
+        )
+
+
+Application: TypeAlias = Callable[[Exchange], Awaitable[None]]
+"""Answers one request, by the exchange's methods; or raises, and the error is answered."""
+
+
+class Conversation:
+    """One connection's requests and answers.
+
+    Args:
+        stream: closed when the conversation is over.
+        application: answers each request.
+        settings: shared by the server's connections.
+    """
+
+    def __init__(self, stream: trio.abc.Stream, application: Application, settings: WireSettings) -> None:
+        self._application = application
+        self.settings = settings
+        self._scope = trio.CancelScope()
+        transport = open_transport(stream)
+        self.sentinel = Sentinel(transport, settings.policy)
+        self.connection = Connection(transport, Pace(self._scope, settings.limits), settings.limits)
+        self._life: Life | None = None
+        self._exchange: Exchange | None = None
+
+    async def run(self) -> None:
+        """Answer requests until either side closes. Raises nothing but what the application's `BaseException`s are.
+
+        Cancellation: the request in hand ends as cancelled by shutdown; the connection is closed at once.
+        """
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.sentinel.run)
+            try:
+                with self._scope:
+                    await self._converse()
+                if self._scope.cancelled_caught:
+                    await self._out_of_patience()
+            except Departed:
+                pass
+            finally:
+                self._finish_life()
+                await self.connection.close()
+                nursery.cancel_scope.cancel()
+
+    # -- Shutdown ---------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Close now if no request is in hand (half a header is none), else after its answer."""
+        self.connection.last = True
+        if self._exchange is None:
+            self.abort(CancelReason.SHUTDOWN)
+            self._scope.cancel(reason=CancelReason.SHUTDOWN.value)
+
+    def abort(self, reason: CancelReason) -> None:
+        """Stop the request in hand; its client is told why, if it is still there."""
+        if self._life is not None:
+            self._life.cancel(reason)
+
+    # -- The loop ---------------------------------------------------------------------------------------------------
+
+    async def _converse(self) -> None:
+        await self.connection.open()
+        while await self.connection.wait_for_request():
+            await self._answer_one()
+            if not await self.connection.next_cycle():
+                return
+            await self.sentinel.aside()
+
+    async def _answer_one(self) -> None:
+        life = self._life = Life(self.settings.watchers)
+        with trio.CancelScope() as scope:
+            life.canceller = lambda reason: scope.cancel(reason=reason.value)
+            try:
+                request = await self.connection.read_head()
+                exchange = self._exchange = Exchange(self, life, request)
+                life.label = f"{exchange.method} {exchange.target}"
+                await self._application(exchange)
+                if life.outcome is None:
+                    raise RuntimeError("the application returned without an answer")
+            except Departed:
+                life.cancel(CancelReason.DISCONNECTED)
+            except Exception as error:
+                await self._answer_error(unwrap(error))
+        if life.reason is CancelReason.SHUTDOWN:
+            await self._say_farewell()
+        self._finish_life()
+
+    async def _answer_error(self, error: Exception) -> None:
+        """The one place where an error becomes an answer."""
+        life, exchange = self._life, self._exchange
+        assert life is not None
+        if isinstance(error, InferError):
+            message, status = error.message, error.status
+            if isinstance(error, BadJSONError):
+                status = self.settings.bad_json_status
+            if error.code is ErrorCode.INTERNAL and error.__cause__ is not None and not life.cancelled:
+                _log_bug(life, error.__cause__)
+        else:
+            message, status = f"{type(error).__name__}: {error}", 500
+            _log_bug(life, error)
+        if life.cancelled or life.outcome is not None:
+            self.connection.last = True  # nobody to tell, or it was told
+        elif exchange is not None:
+            await exchange.fail(status, message)
+        else:
+            life.advance(Phase.SENDING)
+            life.status = status
+            await self.connection.respond(status, [JSON], [error_json(message)])
+            life.end()
+
+    async def _say_farewell(self) -> None:
+        """The request was stopped under a client that is still there."""
+        exchange, life = self._exchange, self._life
+        self.connection.last = True
+        if exchange is None or life is None or life.outcome is not None or life.phase is Phase.SENDING:
+            return
+        with trio.move_on_after(FAREWELL):
+            await exchange.fail(503, "cancelled: the server is shutting down")
+
+    async def _out_of_patience(self) -> None:
+        """A limit expired: say so if a request was being received, and be done."""
+        life, waiting = self._life, self.connection.pace.waiting
+        self.connection.last = True
+        if life is None or life.outcome is not None:
+            return
+        if waiting is Waiting.READER:
+            life.cancel(CancelReason.STALLED)
+        elif waiting in (Waiting.HEAD, Waiting.BODY) and life.phase is Phase.RECEIVING and not life.cancelled:
+            with trio.move_on_after(FAREWELL):
+                await self._answer_error(InferError(f"timed out while waiting for {waiting.value}", status=408))
+
+    def _finish_life(self) -> None:
+        """Whatever has not come to its end by now has been stopped: see to it that this shows."""
+        life = self._life
+        if life is not None and life.outcome is None:
+            life.cancel(CancelReason.SHUTDOWN)
+            life.end()
+        if life is not None and life.reason is not None:
+            self.connection.last = True
+        self._life = self._exchange = None
+
+
+def unwrap(error: BaseException) -> Exception:
+    """The exception inside groups of one; of several, the first (all are in the log)."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error if isinstance(error, Exception) else RuntimeError(str(error))
+
+
+def _log_bug(life: Life, error: BaseException) -> None:
+    logger.error("%s failed", life.label or "a request", exc_info=error)

@@ -1,0 +1,314 @@
+"""A connection's bytes: received, sent, and looked at.
+
+The sentinel needs a thing that trio's streams don't offer: to learn that a peer has gone *without taking what it sent*.
+There are two ways to that, and so two transports.
+
+`SocketTransport` works on a plain TCP (or Unix) socket. It keeps a second Python object for the same descriptor, calls
+`recv(1, MSG_PEEK)` on it, and waits with `trio.lowlevel.wait_readable`. While at it, it also receives and sends through
+that object: a call that need not wait then costs one system call and no trip through trio's scheduler (trio's own
+`recv` and `send` are two checkpoints each, 6 us a piece), and a body goes by `recv_into` straight to where it is used.
+
+`StreamTransport` works on any other trio stream: TLS, memory streams in tests. A raw peek would be blind there (a polite
+TLS close looks like data, and a memory stream has no socket), so it looks by *reading ahead*: what arrives while the
+sentinel watches is kept, at most `READ_AHEAD` bytes of it, and handed out by the next `receive`.
+
+Behind unread bytes a peek is blind to a later FIN or reset. The kernel is not: a nested epoll object that asks for
+EPOLLRDHUP only (or for nothing, as EPOLLHUP and EPOLLERR are always reported) sleeps through data and wakes at the
+hang-up, and its own descriptor can be waited on like any other. It is made when it is first needed, and Linux only.
+
+A transport never lets trio's or the system's errors out for what a peer can cause: reset, broken pipe, time-out of the
+network are all `Departed`.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, TypeAlias
+
+import trio
+
+from trio_infer.wire.sights import Action, Sight
+
+__all__ = ["BeforeWait", "Buffer", "Departed", "SocketTransport", "StreamTransport", "Transport", "open_transport"]
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
+BeforeWait: TypeAlias = Callable[[], None]
+
+RECEIVE_SIZE: Final = 64 * 1024
+READ_AHEAD: Final = 64 * 1024
+SEND_SLICE: Final = 64 * 1024
+"""Where progress can't be seen (a stream other than a socket), it is looked at each time so many bytes were sent."""
+
+CLOSE_NOTIFY: Final = 1.0
+"""Seconds for a TLS peer to take our polite close."""
+
+_GONE: Final = (trio.BrokenResourceError, trio.ClosedResourceError)
+
+HAS_EPOLL: Final = sys.platform == "linux"
+
+
+class Departed(Exception):
+    """The peer has gone: end of stream in the middle of something, or a reset. Never leaves `wire`."""
+
+
+class Transport(Protocol):
+    """What a connection reads, writes and looks at.
+
+    `before_wait` is called each time before the calling task is put to sleep: the caller moves its deadline there, so that
+    a call which need not sleep costs no clock. `waited` is true once a call has slept; the caller may reset it.
+    """
+
+    waited: bool
+
+    async def open(self, before_wait: BeforeWait) -> None:
+        """Shake hands, if that is the custom (TLS)."""
+
+    async def receive(self, before_wait: BeforeWait) -> Buffer:
+        """Up to 64 KiB; empty at the end of the stream."""
+
+    async def receive_into(self, view: memoryview, before_wait: BeforeWait) -> int:
+        """Bytes put into `view`; 0 at the end of the stream."""
+
+    async def send(self, buffers: Sequence[Buffer], before_wait: BeforeWait) -> None:
+        """Send all of `buffers`. Cancelled: an unknown part of them was sent."""
+
+    async def send_eof(self) -> None:
+        """Say that nothing more will be sent."""
+
+    def look(self) -> Sight:
+        """What the connection shows now, taking nothing, waiting for nothing."""
+
+    async def wait(self, action: Action) -> None:
+        """Sleep until another `look` is worth it; `action` says what to sleep through. Spurious wake-ups are fine."""
+
+    async def aclose(self) -> None:
+        """Close; never raises but `Cancelled`, and then has closed all the same."""
+
+
+def peek(sock: socket.socket) -> Sight:
+    """One look at a socket, through `recv(1, MSG_PEEK)`; takes nothing."""
+    try:
+        data = sock.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, InterruptedError):
+        return Sight.QUIET
+    except OSError:
+        return Sight.RESET
+    return Sight.DATA if data else Sight.EOF
+
+
+class SocketTransport:
+    """A plain socket.
+
+    Args:
+        stream: owned by this transport from now on, and closed by it.
+    """
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
+        theirs = stream.socket
+        # A second object for one descriptor, for calls that trio doesn't offer; `aclose` detaches it before trio closes.
+        self._sock = socket.socket(theirs.family, theirs.type, theirs.proto, fileno=theirs.fileno())
+        self._sock.setblocking(False)
+        self._epoll: select.epoll | None = None
+        self._epoll_mask = -1
+        self.waited = False
+
+    async def open(self, before_wait: BeforeWait) -> None:
+        pass
+
+    async def receive(self, before_wait: BeforeWait) -> bytes:
+        while True:
+            try:
+                return self._sock.recv(RECEIVE_SIZE)
+            except (BlockingIOError, InterruptedError):
+                await self._readable(before_wait)
+            except OSError as error:
+                raise Departed from error
+
+    async def receive_into(self, view: memoryview, before_wait: BeforeWait) -> int:
+        while True:
+            try:
+                return self._sock.recv_into(view)
+            except (BlockingIOError, InterruptedError):
+                await self._readable(before_wait)
+            except OSError as error:
+                raise Departed from error
+
+    async def _readable(self, before_wait: BeforeWait) -> None:
+        before_wait()
+        self.waited = True
+        await trio.lowlevel.wait_readable(self._sock)
+
+    async def send(self, buffers: Sequence[Buffer], before_wait: BeforeWait) -> None:
+        for buffer in gather(buffers):
+            view = memoryview(buffer)
+            while view:
+                try:
+                    view = view[self._sock.send(view) :]
+                except (BlockingIOError, InterruptedError):
+                    before_wait()
+                    self.waited = True
+                    await trio.lowlevel.wait_writable(self._sock)
+                except OSError as error:
+                    raise Departed from error
+
+    async def send_eof(self) -> None:
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            raise Departed from error
+
+    def look(self) -> Sight:
+        if self._epoll is not None:
+            for _, events in self._epoll.poll(0):
+                return Sight.RESET if events & (select.EPOLLHUP | select.EPOLLERR) else Sight.EOF
+        return peek(self._sock)
+
+    async def wait(self, action: Action) -> None:
+        if action is Action.WAIT:
+            await trio.lowlevel.wait_readable(self._sock)
+        elif HAS_EPOLL:
+            await trio.lowlevel.wait_readable(self._hangup(action))
+        else:
+            await trio.sleep_forever()
+
+    def _hangup(self, action: Action) -> int:
+        """A descriptor that turns readable when the peer hangs up, and not for data."""
+        mask = select.EPOLLRDHUP if action is Action.WATCH_HANGUP else 0
+        if self._epoll is None:
+            self._epoll = select.epoll(1)
+            self._epoll.register(self._sock, mask)
+        elif mask != self._epoll_mask:
+            self._epoll.modify(self._sock, mask)
+        self._epoll_mask = mask
+        return self._epoll.fileno()
+
+    async def aclose(self) -> None:
+        if self._epoll is not None:
+            trio.lowlevel.notify_closing(self._epoll.fileno())
+            self._epoll.close()
+            self._epoll = None
+        if self._sock.fileno() != -1:
+            trio.lowlevel.notify_closing(self._sock)
+            self._sock.detach()
+            await trio.aclose_forcefully(self._stream)
+
+
+class StreamTransport:
+    """Any other trio stream, looked at by reading ahead.
+
+    Args:
+        stream: owned by this transport from now on, and closed by it.
+    """
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream = stream
+        self._ahead = bytearray()
+        self._sight = Sight.QUIET
+        self.waited = False
+
+    async def open(self, before_wait: BeforeWait) -> None:
+        if isinstance(self._stream, trio.SSLStream):
+            before_wait()
+            try:
+                await self._stream.do_handshake()
+            except _GONE as error:
+                raise Departed from error
+
+    async def receive(self, before_wait: BeforeWait) -> bytes | bytearray:
+        if self._ahead:
+            taken, self._ahead = self._ahead, bytearray()
+            if self._sight is Sight.DATA:
+                self._sight = Sight.QUIET
+            return taken
+        if self._sight is Sight.EOF:
+            return b""
+        if self._sight is Sight.RESET:
+            raise Departed
+        before_wait()
+        self.waited = True
+        try:
+            return await self._stream.receive_some(RECEIVE_SIZE)
+        except _GONE as error:
+            raise Departed from error
+
+    async def receive_into(self, view: memoryview, before_wait: BeforeWait) -> int:
+        data = await self.receive(before_wait)
+        size = min(len(data), len(view))
+        view[:size] = data[:size]
+        if size < len(data):
+            self._ahead += data[size:]
+            self._sight = Sight.DATA
+        return size
+
+    async def send(self, buffers: Sequence[Buffer], before_wait: BeforeWait) -> None:
+        for buffer in gather(buffers):
+            view = memoryview(buffer)
+            for start in range(0, len(view), SEND_SLICE):
+                before_wait()
+                self.waited = True
+                try:
+                    await self._stream.send_all(view[start : start + SEND_SLICE])
+                except _GONE as error:
+                    raise Departed from error
+
+    async def send_eof(self) -> None:
+        if isinstance(self._stream, trio.abc.HalfCloseableStream):
+            try:
+                await self._stream.send_eof()
+            except _GONE as error:
+                raise Departed from error
+
+    def look(self) -> Sight:
+        return self._sight
+
+    async def wait(self, action: Action) -> None:
+        room = READ_AHEAD - len(self._ahead)
+        if room <= 0 or self._sight in (Sight.EOF, Sight.RESET):
+            await trio.sleep_forever()  # nothing more can be learnt: as good as disarmed
+        try:
+            data = await self._stream.receive_some(room)
+        except _GONE:
+            self._sight = Sight.RESET
+        else:
+            self._ahead += data
+            self._sight = Sight.DATA if data else Sight.EOF
+
+    async def aclose(self) -> None:
+        try:
+            if isinstance(self._stream, trio.SSLStream) and self._sight in (Sight.QUIET, Sight.DATA):
+                with trio.move_on_after(CLOSE_NOTIFY):
+                    await self._stream.aclose()
+        except _GONE:
+            pass
+        finally:
+            await trio.aclose_forcefully(self._stream)
+
+
+def open_transport(stream: trio.abc.Stream) -> SocketTransport | StreamTransport:
+    """The transport that fits `stream`."""
+    return SocketTransport(stream) if isinstance(stream, trio.SocketStream) else StreamTransport(stream)
+
+
+def gather(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The same bytes in fewer buffers: neighbours that are small are joined, so that they leave in one segment."""
+    if len(buffers) == 1:
+        return list(buffers)
+    gathered: list[Buffer] = []
+    small: list[Buffer] = []
+    size = 0
+    for buffer in buffers:
+        if size + len(buffer) > SEND_SLICE and small:
+            gathered.append(b"".join(small))
+            small, size = [], 0
+        if len(buffer) > SEND_SLICE:
+            gathered.append(buffer)
+        else:
+            small.append(buffer)
+            size += len(buffer)
+    if small:
+        gathered.append(b"".join(small))
+    return gathered
