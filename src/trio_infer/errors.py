@@ -1,11 +1,13 @@
 """Every error that is somebody's fault, by whose fault it is.
 
-- `InferError` and its subclasses: one request went wrong. Its message is the answer's `{"error": ...}`; its code picks the
-  HTTP status. Codecs raise it for what a client sent; a model may raise it to choose the code of its own failure.
+- `InferError` and its subclasses: one request went wrong. Its message is the answer's `{"error": ...}`; its code
+  picks the HTTP status. Codecs raise it for what a client sent; a model may raise it to choose the code of its own
+  failure.
 - `SetupError` and its subclasses: what the operator asked for can't be done (a port in use, a broken `config.pbtxt`).
   The command prints its message as one line and exits with 1.
 
-Anything else that is raised is a bug, in a model or in the server: the client gets a 500, the log gets the traceback, once.
+Anything else that is raised is a bug, in a model or in the server: the client gets a 500, the log gets the traceback,
+    once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A request's life: the phases it passes through, and the one outcome it ends with.
 
-Everything that wants to know how a request is doing (statistics, the access log, a drain) watches its `Life`, and nothing
-keeps a tally of its own. That is why a request can't be counted twice, or as a success in one place and as cancelled in
+Everything that wants to know how a request is doing (statistics, the access log, a drain) watches its `Life`, and
+nothing keeps a tally of its own. That is why a request can't be counted twice, or as a success in one place and as
+cancelled in
 another: there is one table, below, and one way through it.
 
     RECEIVING ── QUEUED ── RUNNING ── STREAMING ──┐
@@ -15,9 +16,10 @@ another: there is one table, below, and one way through it.
 - STREAMING: the instance works on and parts of the answer are on their way.
 - SENDING: the answer is complete and is being sent.
 
-A life may be *cancelled* from any phase, once, with a reason; that is remembered together with the phase it struck, calls
-the canceller that the connection has attached (it cancels the request's cancel scope), and decides the outcome whatever
-else the request still does. A cancel that comes after the end changes nothing: the last byte was handed to the kernel.
+A life may be *cancelled* from any phase, once, with a reason; that is remembered together with the phase it struck,
+calls the canceller that the connection has attached (it cancels the request's cancel scope), and decides the outcome
+whatever else the request still does. A cancel that comes after the end changes nothing: the last byte was handed to
+the kernel.
 
 What this does not do: it knows no clock but `perf_counter_ns`, no trio, no HTTP beyond a status number.
 """
@@ -179,7 +181,7 @@ class Life:
         """The last byte was handed over, or nothing more will be.
 
         Args:
-            failed: an error was sent in mid-stream, under a status that had gone out as good.
+            failed: an error was told under a status that says otherwise (in mid-stream, or where Triton does so).
             undelivered: the client had left, and the work was finished all the same.
 
         Raises:
@@ -190,10 +192,12 @@ class Life:
             self.status = _STATUS[self.reason]
         elif undelivered:
             outcome = Outcome.UNDELIVERED
+        elif 400 <= self.status < 500:
+            outcome = Outcome.REJECTED
         elif failed or self.status >= 500:
             outcome = Outcome.FAILED
         else:
-            outcome = Outcome.REJECTED if self.status >= 400 else Outcome.COMPLETED
+            outcome = Outcome.COMPLETED
         if self.outcome is not None or outcome not in OUTCOMES[self.phase]:
             raise LifecycleError(f"a request can't end as {outcome.value} while {self.phase.value}")
         self.outcome = outcome

@@ -30,15 +30,15 @@ class Limits:
             Binary tensors are not counted. (Triton: 64 MiB, same name and meaning.)
         max_body_size: bytes of a whole request body, binary tensors included; more is answered 413. (Triton has no such
             bound over HTTP; over gRPC it is 2 GiB.)
-        header_timeout: seconds from a request's first byte (or from accepting, over TLS) to the end of its headers; later
-            is answered 408. (nginx client_header_timeout: 60; Apache RequestReadTimeout: 20-40.)
+        header_timeout: seconds from a request's first byte (or from accepting, over TLS) to the end of its headers;
+            later is answered 408. (nginx client_header_timeout: 60; Apache RequestReadTimeout: 20-40.)
         body_timeout: seconds between two reads of a body; longer is answered 408. (nginx client_body_timeout: 60.)
-        idle_timeout: seconds that a connection is kept between two requests. (nginx keepalive_timeout: 75; longer than the
-            60 s of the usual load balancers, so that the proxy, not the server, is the one who closes.)
+        idle_timeout: seconds that a connection is kept between two requests. (nginx keepalive_timeout: 75; longer
+            than the 60 s of the usual load balancers, so that the proxy, not the server, is the one who closes.)
         write_timeout: seconds in which a client that is being sent an answer takes not one byte; then the request is
             cancelled as *stalled*. (nginx send_timeout: 60.)
-        linger_timeout: seconds for which a refused upload is read and thrown away, so that its client can read the refusal.
-            (nginx lingering_timeout: 5.)
+        linger_timeout: seconds for which a refused upload is read and thrown away, so that its client can read the
+            refusal. (nginx lingering_timeout: 5.)
         max_connections: connections open at once; further ones wait in the listen queue. (HAProxy's maxconn rule.)
         max_json_depth: nesting of a JSON body. (Triton: 100.)
     """
@@ -63,7 +63,8 @@ class DisconnectPolicy:
         on_disconnect: `cancel` stops the inference; `finish` lets it run to its end, and nobody watches the connection
             meanwhile (the answer is then *undelivered*). The default is what Go's net/http and Ray Serve do.
         half_close: `gone` takes a FIN after the request for a departure, as nginx, uvicorn, Go and hypercorn do; `wait`
-            goes on and answers, as Triton does (a reset still cancels). The kernel can't tell the two kinds of FIN apart.
+            goes on and answers, as Triton does (a reset still cancels). The kernel can't tell the two kinds of FIN
+            apart.
         pipelined: `disarm` stops watching once bytes of a next request have arrived, so that each pipelined request is
             answered; `watch` goes on looking for a hang-up behind those bytes (Linux only).
     """
@@ -77,13 +78,14 @@ class DisconnectPolicy:
 
 @attrs.frozen(kw_only=True)
 class Keepalive:
-    """TCP's own means against a peer that vanished without a FIN (power, cable, NAT): whole seconds, set on each socket.
+    """TCP's own means against a peer that vanished without a FIN (power, cable, NAT): whole seconds, set on each
+    socket.
 
     Attributes:
         tcp_keepalive_idle: seconds of silence before the first probe. (Go's net/http: 15; Linux alone: 7200.)
         tcp_keepalive_interval: seconds between probes. (Go: 15.)
-        tcp_keepalive_count: unanswered probes before the connection is dead. (Linux and Go: 9; 4 here, so that the whole
-            takes 75 s.)
+        tcp_keepalive_count: unanswered probes before the connection is dead. (Linux and Go: 9; 4 here, so that the
+            whole takes 75 s.)
         tcp_user_timeout: seconds for which sent bytes may stay unacknowledged. (RFC 5482; gRPC: 20. Linux only.)
     """
 

@@ -36,7 +36,12 @@ class AccessLog:
             assert life.reason is not None
             assert life.struck is not None
             logger.info(
-                "%s %d after %.1f ms: %s while %s", what, life.status, milliseconds, life.reason.value, life.struck.value
+                "%s %d after %.1f ms: %s while %s",
+                what,
+                life.status,
+                milliseconds,
+                life.reason.value,
+                life.struck.value,
             )
         elif life.outcome is Outcome.UNDELIVERED:
             logger.info("%s %d after %.1f ms: finished, not delivered", what, life.status, milliseconds)

@@ -54,6 +54,4 @@ class RequestCounters:
 
     def statistics(self) -> RequestStatistics:
         """How it stands, now."""
-        return RequestStatistics(
-            self._received, dict(self._in_flight), dict(self._outcomes), dict(self._cancelled)
-        )
+        return RequestStatistics(self._received, dict(self._in_flight), dict(self._outcomes), dict(self._cancelled))

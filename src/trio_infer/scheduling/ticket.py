@@ -5,11 +5,11 @@ ticket, in `InstanceQueue.turn`. So the rules can be tested without a task, and 
 `await`:
 
 - First come, first served. A free instance goes to the ticket that has waited longest, at the moment it is free.
-- A ticket leaves the queue in the instant its request is cancelled, in constant time however long the queue is (the queue
-  is a dict, which keeps its order). It never gets to run, and who stood behind it moves up.
+- A ticket leaves the queue in the instant its request is cancelled, in constant time however long the queue is (the
+  queue is a dict, which keeps its order). It never gets to run, and who stood behind it moves up.
 - A ticket that was granted an instance in the same tick in which its request was cancelled hands the instance on.
-- An instance is free when the *work* in it has ended, not when the task that waited for the work has left. A thread that
-  ignores its cancellation keeps its instance until it is done; meanwhile it counts as *abandoned*.
+- An instance is free when the *work* in it has ended, not when the task that waited for the work has left. A thread
+  that ignores its cancellation keeps its instance until it is done; meanwhile it counts as *abandoned*.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class InstanceQueue:
     async def turn(self, ticket: Ticket) -> AsyncIterator[Instance]:
         """`async with queue.turn(queue.draw()) as instance: ...` waits for an instance, and gives it back.
 
-        Cancellation: while waiting, the ticket leaves the queue at once; in the block, the instance is given back as soon
-        as the work in it has really ended.
+        Cancellation: while waiting, the ticket leaves the queue at once; in the block, the instance is given back as
+        soon as the work in it has really ended.
         """
         try:
             if ticket.granted is not None:

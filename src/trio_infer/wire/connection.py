@@ -1,7 +1,7 @@
 """One HTTP/1.1 connection: h11 for the grammar, a transport for the bytes, deadlines for the patience.
 
-h11 does no I/O, trio knows no HTTP, and this is the thin place where they meet: events in, events out, in one task. Three
-things are more than glue.
+h11 does no I/O, trio knows no HTTP, and this is the thin place where they meet: events in, events out, in one task.
+Three things are more than glue.
 
 *Large bodies go round h11.* h11 is fed copies and hands out copies; a 16 MiB tensor would be copied four times. A body
 whose `Content-Length` is 64 KiB or more is therefore received straight into its final buffer by `recv_into` (one copy,
@@ -9,13 +9,14 @@ the kernel's). h11 never learns that the body has ended, so the next cycle start
 is lost by that, since exactly the body's bytes were taken from the socket. Answers go out the same way: h11 passes a
 `Data` event's buffer through untouched.
 
-*One deadline a connection.* A cancel scope per phase would cost 11 us each, four a request. Instead the scope that wraps
-the whole conversation has its deadline moved, only when the task is about to sleep: `Pace` knows which limit is running,
-and so what its expiry means (`Waiting`).
+*One deadline a connection.* A cancel scope per phase would cost 11 us each, four a request. Instead the scope that
+wraps
+the whole conversation has its deadline moved, only when the task is about to sleep: `Pace` knows which limit is
+running, and so what its expiry means (`Waiting`).
 
 *Closing so that the last answer arrives.* Closing a socket with unread bytes sends a reset, and a reset makes the
-client's kernel throw away what it had not read yet, our refusal included. `close` then half-closes first and throws away
-what still comes, for a while (RFC 9112, section 9.6).
+client's kernel throw away what it had not read yet, our refusal included. `close` then half-closes first and throws
+away what still comes, for a while (RFC 9112, section 9.6).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ STRAIGHT: Final = 64 * 1024
 """A body of so many bytes or more goes round h11; a smaller one mostly comes in the same segment as its head."""
 
 DRAIN: Final = 256 * 1024
-"""Of a body that nobody wanted, so much is read and thrown away to keep the connection; with more to come, it is closed."""
+"""Of a body that nobody wanted, so much is read and thrown away to keep the connection; with more it is closed."""
 
 MAX_CHUNKS: Final = 65_536
 """Non-empty chunks in a request body (Triton's bound)."""
@@ -155,7 +156,7 @@ class Connection:
                 return False
             if not data:
                 return False
-            self._h11.receive_data(data)
+            self._h11.receive_data(data)  # type: ignore[arg-type]  # a bytearray is fine: h11 only appends it
         return True
 
     @property
@@ -260,7 +261,7 @@ class Connection:
         data = await self.transport.receive(before_wait)
         if not data:
             raise Departed
-        self._h11.receive_data(data)
+        self._h11.receive_data(data)  # type: ignore[arg-type]  # a bytearray is fine: h11 only appends it
 
     def _next_event(self) -> object:
         try:
@@ -274,14 +275,14 @@ class Connection:
         """Send a complete answer: one segment if it is small."""
         body = [] if self._is_head else [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
         length = sum(memoryview(buffer).nbytes for buffer in buffers)
-        out = self._start(status, [*headers, ("content-length", str(length))])
+        out = list(self._start(status, [*headers, ("content-length", str(length))]))
         for view in body:
             out += self._h11.send_with_data_passthrough(h11.Data(data=view)) or ()  # type: ignore[arg-type]
         out += self._h11.send_with_data_passthrough(h11.EndOfMessage()) or ()
         await self._send(out)
 
     async def start_stream(self, status: int, headers: Headers) -> None:
-        """Send the head of an answer whose length is not known: in chunks, or for HTTP/1.0 until the connection closes."""
+        """Send the head of an answer of unknown length: in chunks, or for HTTP/1.0 until the connection closes."""
         await self._send(self._start(status, headers))
 
     async def send_part(self, data: Buffer) -> None:
@@ -296,7 +297,7 @@ class Connection:
     def _is_head(self) -> bool:
         return self._request is not None and self._request.method == b"HEAD"
 
-    def _start(self, status: int, headers: Headers) -> list[Buffer]:
+    def _start(self, status: int, headers: Headers) -> Sequence[Buffer]:
         if self.last or not self._reusable():
             self.last = True
             headers = [*headers, ("connection", "close")]
@@ -318,7 +319,7 @@ class Connection:
     async def _send_event(self, event: h11.Event) -> None:
         await self._send(self._h11.send_with_data_passthrough(event) or [])
 
-    async def _send(self, buffers: list[Buffer]) -> None:
+    async def _send(self, buffers: Sequence[Buffer]) -> None:
         if buffers:
             await self.transport.send(buffers, self.pace.reader)
             self.pace.rest()

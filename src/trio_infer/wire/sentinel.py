@@ -1,9 +1,9 @@
 """The disconnect sentinel: it watches one connection, and cancels the request in hand when the client leaves.
 
-Why it is needed. A server that has read a request and not yet begun to answer does nothing with the socket, and so hears
-nothing from it. A client that hangs up is noticed at the first write, or rather at the second (the first one after a FIN
-succeeds); for a non-streaming inference that is when the model has run to its end. So somebody has to keep an ear on the
-connection meanwhile, and must do it without *reading*, since what arrives may be the next request.
+Why it is needed. A server that has read a request and not yet begun to answer does nothing with the socket, and so
+hears nothing from it. A client that hangs up is noticed at the first write, or rather at the second (the first one
+after a FIN succeeds); for a non-streaming inference that is when the model has run to its end. So somebody has to
+keep an ear on the connection meanwhile, and must do it without *reading*, since what arrives may be the next request.
 
 How it works. `run` is a task that lives as long as its connection. Between requests it is parked. `guard` arms it for
 one request: it looks, by the truth table in `sights.py`, and sleeps in `trio.lowlevel.wait_readable` between looks. Its

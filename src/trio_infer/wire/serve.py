@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, TypeAlias, TypeVarTuple, Unpack
+from typing import Final, TypeAlias, TypeVarTuple
 
 import attrs
 import h11
@@ -99,7 +99,8 @@ class Exchange:
         return await self._connection.read_body(limit, too_large)
 
     def guard(self, on_disconnect: str | None = None) -> AbstractContextManager[None]:
-        """`with exchange.guard(): ...` cancels the request if the client leaves meanwhile. The body must be read by then.
+        """`with exchange.guard(): ...` cancels the request if the client leaves meanwhile. The body must be read by
+        then.
 
         Args:
             on_disconnect: the model's own policy, "cancel" or "finish"; None for the server's.
@@ -109,12 +110,18 @@ class Exchange:
             return nullcontext()
         return self._conversation.sentinel.guard(self.life, pipelined=self._connection.pipelined)
 
-    async def respond(self, status: int, headers: Headers, buffers: Sequence[Buffer]) -> None:
-        """Send the answer, whole, and end the request's life."""
+    async def respond(
+        self, status: int, headers: Headers, buffers: Sequence[Buffer] = (), *, failed: bool = False
+    ) -> None:
+        """Send the answer, whole, and end the request's life.
+
+        Args:
+            failed: it tells of an error, whatever its status says.
+        """
         self.life.advance(Phase.SENDING)
         self.life.status = status
         await self._deliver(self._connection.respond, status, headers, buffers)
-        self.life.end(undelivered=self._undelivered)
+        self.life.end(failed=failed, undelivered=self._undelivered)
 
     async def start_stream(self, status: int, headers: Headers, last_words: Callable[[str], bytes]) -> None:
         """Send the head of an answer that comes in parts.
@@ -144,13 +151,13 @@ class Exchange:
         """Tell the client of an error, in whatever way it can still be told."""
         if not self.streaming:
             headers = [JSON, ("accept-encoding", "gzip, deflate")] if status == 501 else [JSON]
-            await self.respond(status, headers, [error_json(message)])
+            await self.respond(status, headers, [error_json(message)], failed=True)
         elif self._last_words is not None:
             last_words, self._last_words = self._last_words, None
             await self.send_part(last_words(message))
             await self.end_stream(failed=True)
 
-    async def _deliver(self, send: Callable[[Unpack[_Args]], Awaitable[None]], *args: Unpack[_Args]) -> None:
+    async def _deliver(self, send: Callable[[*_Args], Awaitable[None]], *args: *_Args) -> None:
         """Send, unless nobody is there: then leave, or if the work is to be finished all the same, go on without."""
         if self.life.cancelled:
             await trio.lowlevel.checkpoint()  # inside the request's scope this raises: nothing is written any more
@@ -169,9 +176,7 @@ class Exchange:
     def _client_has_gone(self) -> bool:
         """Nobody has watched, and the first write after a FIN would seem to succeed: so look once."""
         sight = self._connection.transport.look()
-        return sight is Sight.RESET or (
-            sight is Sight.EOF and self._conversation.settings.policy.half_close == "gone"
-        )
+        return sight is Sight.RESET or (sight is Sight.EOF and self._conversation.settings.policy.half_close == "gone")
 
 
 Application: TypeAlias = Callable[[Exchange], Awaitable[None]]

@@ -8,9 +8,9 @@ There are two ways to that, and so two transports.
 that object: a call that need not wait then costs one system call and no trip through trio's scheduler (trio's own
 `recv` and `send` are two checkpoints each, 6 us a piece), and a body goes by `recv_into` straight to where it is used.
 
-`StreamTransport` works on any other trio stream: TLS, memory streams in tests. A raw peek would be blind there (a polite
-TLS close looks like data, and a memory stream has no socket), so it looks by *reading ahead*: what arrives while the
-sentinel watches is kept, at most `READ_AHEAD` bytes of it, and handed out by the next `receive`.
+`StreamTransport` works on any other trio stream: TLS, memory streams in tests. A raw peek would be blind there (a
+polite TLS close looks like data, and a memory stream has no socket), so it looks by *reading ahead*: what arrives
+while the sentinel watches is kept, at most `READ_AHEAD` bytes of it, and handed out by the next `receive`.
 
 Behind unread bytes a peek is blind to a later FIN or reset. The kernel is not: a nested epoll object that asks for
 EPOLLRDHUP only (or for nothing, as EPOLLHUP and EPOLLERR are always reported) sleeps through data and wakes at the
@@ -57,8 +57,8 @@ class Departed(Exception):
 class Transport(Protocol):
     """What a connection reads, writes and looks at.
 
-    `before_wait` is called each time before the calling task is put to sleep: the caller moves its deadline there, so that
-    a call which need not sleep costs no clock. `waited` is true once a call has slept; the caller may reset it.
+    `before_wait` is called each time before the calling task is put to sleep: the caller moves its deadline there, so
+    that a call which need not sleep costs no clock. `waited` is true once a call has slept; the caller may reset it.
     """
 
     waited: bool
@@ -109,7 +109,7 @@ class SocketTransport:
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
         theirs = stream.socket
-        # A second object for one descriptor, for calls that trio doesn't offer; `aclose` detaches it before trio closes.
+        # A second object for one descriptor, for calls that trio doesn't offer; `aclose` detaches it first.
         self._sock = socket.socket(theirs.family, theirs.type, theirs.proto, fileno=theirs.fileno())
         self._sock.setblocking(False)
         self._epoll: select.epoll | None = None

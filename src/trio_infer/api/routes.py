@@ -1,0 +1,67 @@
+"""Which path means what. The raw, undecoded path is matched as a whole; a query is ignored (both as Triton does)."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import attrs
+
+__all__ = ["Route", "find_route"]
+
+
+@attrs.frozen
+class Route:
+    """What a path asks for.
+
+    Args:
+        action: "live", "ready", "server", or of a model "metadata", "model_ready", "config", "infer", "generate",
+            "generate_stream".
+        methods: that it may be asked with.
+        model: the model's name, as it stands in the path; "" if none is asked for.
+        version: None for whichever is newest.
+    """
+
+    action: str
+    methods: tuple[str, ...]
+    model: str = ""
+    version: str | None = None
+
+
+_READ: Final = ("GET", "HEAD")
+_RUN: Final = ("POST",)
+
+_FIXED: Final = {
+    "/v2": Route("server", _READ),
+    "/v2/health/live": Route("live", _READ),
+    "/v2/health/ready": Route("ready", _READ),
+}
+
+_MODEL: Final = re.compile(
+    r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?"
+    r"(?:/(?P<action>ready|config|infer|generate|generate_stream))?"
+)
+_ACTIONS: Final = {
+    None: ("metadata", _READ),
+    "ready": ("model_ready", _READ),
+    "config": ("config", _READ),
+    "infer": ("infer", _RUN),
+    "generate": ("generate", _RUN),
+    "generate_stream": ("generate_stream", _RUN),
+}
+
+_ABSOLUTE: Final = re.compile(r"https?://[^/?]*", re.IGNORECASE)
+
+
+def find_route(target: str) -> Route | None:
+    """The route of a request target, in origin form or in absolute form; None if there is none."""
+    path = target.partition("?")[0]
+    if not path.startswith("/"):
+        path = _ABSOLUTE.sub("", path, count=1) or "/"
+    if path in _FIXED:
+        return _FIXED[path]
+    match = _MODEL.fullmatch(path)
+    if match is None:
+        return None
+    action, methods = _ACTIONS[match["action"]]
+    return Route(action, methods, match["model"], match["version"])

@@ -1,0 +1,153 @@
+"""The models that are served, and the way from a request to an instance of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from trio_infer.errors import ErrorCode, InferError, ModelLoadError
+from trio_infer.lifecycle import Life, Phase
+from trio_infer.models.runner import Runner, Send
+from trio_infer.protocol.values import InferRequest
+from trio_infer.scheduling.ticket import InstanceQueue, QueueStatistics
+
+__all__ = ["Catalog", "ServedModel"]
+
+
+class ServedModel:
+    """One version of one model, with the queue in front of its instances.
+
+    Args:
+        runner: not loaded yet.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._queue = InstanceQueue(runner.instances)
+        self.ready = False
+        self._begun = False
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read again what loading may have completed."""
+        self.signature = self._runner.signature
+        self.config = self._runner.config
+        self.on_disconnect: Literal["cancel", "finish"] | None = self._runner.on_disconnect
+
+    async def load(self) -> None:
+        """Load the model, and be ready.
+
+        Raises:
+            ModelLoadError: with the model's own words for why not.
+        """
+        self._begun = True
+        await self._runner.load()
+        self.refresh()
+        self.ready = True
+
+    async def infer(self, life: Life, request: InferRequest, send: Send) -> None:
+        """Wait for an instance, and run.
+
+        Args:
+            life: is told of the phases.
+            send: takes each response in turn.
+
+        Raises:
+            InferError: the model is not ready, or says so itself.
+            Exception: the model failed.
+
+        Cancellation: leaves the queue at once; a run stops as its runner promises.
+        """
+        if not self.ready:
+            raise InferError(f"Request for model '{self.signature.name}' which is not ready", ErrorCode.UNAVAILABLE)
+        ticket = self._queue.draw()
+        if ticket.instance is None:
+            life.advance(Phase.QUEUED)
+        async with self._queue.turn(ticket) as instance:
+            life.advance(Phase.RUNNING)
+            await self._runner.run(instance, request, send)
+
+    async def settled(self) -> None:
+        """Be ready no more, and return when nothing runs, waits, or goes on after its request has left."""
+        self.ready = False
+        await self._queue.settled()
+
+    async def unload(self) -> None:
+        """Let the model clean up, if it was ever asked to load. Call it when it has settled.
+
+        Cancellation: leaves at once; a clean-up in a thread goes on there.
+        """
+        if self._begun:
+            await self._runner.unload()
+
+    def statistics(self) -> QueueStatistics:
+        """How the queue stands, now."""
+        return self._queue.statistics()
+
+
+class Catalog:
+    """All models that are served, by name and version.
+
+    Args:
+        runners: not loaded yet.
+
+    Raises:
+        ModelLoadError: two of them have the same name and version.
+    """
+
+    def __init__(self, runners: Iterable[Runner]) -> None:
+        self._models: dict[str, dict[str, ServedModel]] = {}
+        for runner in runners:
+            signature = runner.signature
+            versions = self._models.setdefault(signature.name, {})
+            if signature.version in versions:
+                raise ModelLoadError(signature.name, f"version {signature.version} is given twice")
+            versions[signature.version] = ServedModel(runner)
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        for versions in self._models.values():
+            yield from versions.values()
+
+    @property
+    def ready(self) -> bool:
+        """Whether all of them are (Triton's strict readiness)."""
+        return all(model.ready for model in self)
+
+    def versions(self, name: str) -> list[str]:
+        """The versions of a model that are ready, lowest first."""
+        return sorted((version for version, model in self._models.get(name, {}).items() if model.ready), key=int)
+
+    def find(self, name: str, version: str | None) -> ServedModel:
+        """The model of that name, whether ready or not.
+
+        Args:
+            version: None for the highest that is ready.
+
+        Raises:
+            InferError: NOT_FOUND, in Triton's words.
+        """
+        versions = self._models.get(name)
+        if versions is None:
+            raise InferError(f"Request for unknown model: '{name}' is not found", ErrorCode.NOT_FOUND)
+        if version is None:
+            ready = self.versions(name)
+            version = ready[-1] if ready else max(versions, key=int)
+        model = versions.get(version)
+        if model is None:
+            raise InferError(f"Request for unknown model: '{name}' version {version} is not found", ErrorCode.NOT_FOUND)
+        return model
+
+    def find_ready(self, name: str, version: str | None) -> ServedModel:
+        """As `find`, but only if it is ready.
+
+        Raises:
+            InferError: NOT_FOUND or UNAVAILABLE, in Triton's words.
+        """
+        model = self.find(name, version)
+        if model.ready:
+            return model
+        if version is None:
+            raise InferError(f"Request for unknown model: '{name}' has no available versions", ErrorCode.NOT_FOUND)
+        raise InferError(
+            f"Request for unknown model: '{name}' version {version} is not at ready state", ErrorCode.UNAVAILABLE
+        )

@@ -1,0 +1,282 @@
+"""The server: loads models, listens, and goes down in the right order.
+
+`Server.serve` is one call inside anyone's trio program. It returns when a drain is over, and until then everything that
+it started lives in its own nursery: cancel the scope around it and nothing is left, no task, no thread that could be
+stopped, no descriptor, and no peer that still waits.
+
+Going down, in this order: not ready; listen no more; close connections that have no request in hand; let the others
+finish, within `exit_timeout`; stop what is left, and tell its clients; unload the models, after the last request. If
+the scope is cancelled instead, the same happens without the waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import attrs
+import trio
+
+from trio_infer.api.v2 import V2
+from trio_infer.errors import SetupError
+from trio_infer.lifecycle import CancelReason
+from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
+from trio_infer.models.native import Model, NativeRunner
+from trio_infer.models.runner import Runner
+from trio_infer.observe.access_log import AccessLog
+from trio_infer.observe.statistics import RequestCounters, RequestStatistics
+from trio_infer.scheduling.catalog import Catalog, ServedModel
+from trio_infer.scheduling.ticket import QueueStatistics
+from trio_infer.wire.listeners import accept_forever, open_listeners, set_keepalive
+from trio_infer.wire.serve import Conversation, WireSettings, unwrap
+from trio_infer.wire.transport import HAS_EPOLL
+
+__all__ = ["Address", "Server", "ServerStatistics"]
+
+logger = logging.getLogger("trio_infer")
+
+LAST_WORDS: Final = 1.5
+"""Seconds for clients to take the answers to requests that were stopped; a little more than each of them has."""
+
+SETTLING: Final = 0.25
+"""Seconds for stopped work to end before its model counts as still running."""
+
+UNLOADING: Final = 5.0
+"""Seconds that a model may take to clean up."""
+
+
+@attrs.frozen
+class Address:
+    """Where the server listens.
+
+    Args:
+        host: a numeric address.
+        port: the real one, also if 0 was asked for.
+        scheme: "http" or "https".
+    """
+
+    host: str
+    port: int
+    scheme: str = "http"
+
+    @property
+    def url(self) -> str:
+        """As a client would write it, without a path."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+
+@attrs.frozen
+class ServerStatistics:
+    """How the server stands, now.
+
+    Attributes:
+        requests: counters of requests; they always add up.
+        connections: open ones.
+        models: the queue of each model, by name and version.
+    """
+
+    requests: RequestStatistics
+    connections: int
+    models: Mapping[tuple[str, str], QueueStatistics]
+
+
+class Server:
+    """An inference server, for use inside a trio program.
+
+    Args:
+        models: objects of your `Model` subclasses, or runners.
+        name: of the server, in its metadata.
+        limits: bounds on what clients may take.
+        disconnect: what counts as a client that left, and what happens then.
+        keepalive: how TCP notices peers that vanished.
+        ssl_context: serves TLS (https) if given.
+        exit_timeout: seconds that requests have to finish in a drain.
+        access_log: log every request; cancelled ones are logged anyway.
+        bad_json_status: what unreadable JSON is answered with: 500 as Triton does, or 400.
+
+    Raises:
+        ModelLoadError: two models have one name and version, or one can't be a model.
+        SetupError: the platform can't do what the policy asks for.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[Model | Runner] = (),
+        *,
+        name: str = "trio-infer",
+        limits: Limits | None = None,
+        disconnect: DisconnectPolicy | None = None,
+        keepalive: Keepalive | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        exit_timeout: float = 30.0,
+        access_log: bool = False,
+        bad_json_status: int = 500,
+    ) -> None:
+        limits = limits or Limits()
+        disconnect = disconnect or DisconnectPolicy()
+        if disconnect.pipelined == "watch" and not HAS_EPOLL:
+            raise SetupError('pipelined="watch" needs Linux (epoll); use "disarm"')
+        self._catalog = Catalog(NativeRunner(model) if isinstance(model, Model) else model for model in models)
+        self._counters = RequestCounters()
+        self._settings = WireSettings(
+            limits=limits,
+            policy=disconnect,
+            watchers=(self._counters, AccessLog(everything=access_log)),
+            bad_json_status=bad_json_status,
+        )
+        self._keepalive = keepalive or Keepalive()
+        self._ssl_context = ssl_context
+        self._exit_timeout = exit_timeout
+        self._places = trio.Semaphore(limits.max_connections)
+        self._conversations: set[Conversation] = set()
+        self._nobody = trio.lowlevel.ParkingLot()
+        self._drain = trio.Event()
+        self._application = V2(catalog=self._catalog, limits=limits, name=name, draining=self._drain.is_set)
+
+    def statistics(self) -> ServerStatistics:
+        """How the server stands, now."""
+        return ServerStatistics(
+            self._counters.statistics(),
+            len(self._conversations),
+            {(model.signature.name, model.signature.version): model.statistics() for model in self._catalog},
+        )
+
+    def drain(self) -> None:
+        """Go down in order: `serve` returns when the last request has been answered, or `exit_timeout` is over."""
+        self._drain.set()
+
+    async def serve(
+        self,
+        host: str | None = "127.0.0.1",
+        port: int = 8000,
+        *,
+        task_status: trio.TaskStatus[Sequence[Address]] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Load the models, listen, and answer requests until `drain` is called. A server serves once.
+
+        Args:
+            host: a name or address to listen on; None for all.
+            port: 0 for a free one.
+            task_status: `await nursery.start(server.serve, ...)` gives the addresses, when requests are answered.
+
+        Raises:
+            OSError: the address can't be listened on.
+            ModelLoadError: a model could not be loaded.
+
+        Cancellation: stops at once: requests in hand are cancelled, connections and listeners closed, models unloaded.
+        The models' clean-up has a time limit (5 s) and is otherwise shielded.
+        """
+        try:
+            await self._serve(host, port, task_status)
+        except BaseExceptionGroup as group:
+            raise _sole(group) from None
+
+    async def _serve(self, host: str | None, port: int, task_status: trio.TaskStatus[Sequence[Address]]) -> None:
+        listeners = await open_listeners(host, port)
+        try:
+            for model in self._catalog:
+                await model.load()
+            async with trio.open_nursery() as connections:
+                async with trio.open_nursery() as accepting:
+                    for listener in listeners:
+                        accepting.start_soon(accept_forever, listener, self._handle, connections, self._places)
+                    task_status.started([self._address(listener) for listener in listeners])
+                    await self._drain.wait()
+                    accepting.cancel_scope.cancel()
+                await _close(listeners)
+                await self._drain_connections()
+                connections.cancel_scope.cancel()
+        finally:
+            with trio.CancelScope(shield=True):  # each step below has its own time limit
+                await _close(listeners)
+                await self._unload()
+
+    def _address(self, listener: trio.SocketListener) -> Address:
+        host, port = listener.socket.getsockname()[:2]
+        return Address(host, port, "https" if self._ssl_context else "http")
+
+    # -- Connections ------------------------------------------------------------------------------------------------
+
+    async def _handle(self, tcp: trio.SocketStream) -> None:
+        """One connection. Nothing that happens on it may harm the others."""
+        try:
+            set_keepalive(tcp.socket, self._keepalive)
+            stream: trio.abc.Stream = tcp
+            if self._ssl_context is not None:
+                stream = trio.SSLStream(tcp, self._ssl_context, server_side=True, https_compatible=True)
+            conversation = Conversation(stream, self._application, self._settings)
+            self._conversations.add(conversation)
+            if self._drain.is_set():
+                conversation.drain()
+            try:
+                await conversation.run()
+            finally:
+                self._conversations.discard(conversation)
+                if not self._conversations:
+                    self._nobody.unpark_all()
+        except Exception as error:
+            logger.error("a connection ended by a bug in the server", exc_info=unwrap(error))
+        finally:
+            self._places.release()
+
+    async def _drain_connections(self) -> None:
+        for conversation in list(self._conversations):
+            conversation.drain()
+        if self._conversations:
+            logger.info("Waiting for in-flight requests to complete.")
+        with trio.move_on_after(self._exit_timeout):
+            await self._all_gone()
+        if self._conversations:
+            logger.warning(
+                "Timeout %g: stopping %d requests that are still in flight",
+                self._exit_timeout,
+                len(self._conversations),
+            )
+        for conversation in list(self._conversations):
+            conversation.abort(CancelReason.SHUTDOWN)
+        with trio.move_on_after(LAST_WORDS):
+            await self._all_gone()
+
+    async def _all_gone(self) -> None:
+        while self._conversations:
+            await self._nobody.park()
+
+    # -- Models -----------------------------------------------------------------------------------------------------
+
+    async def _unload(self) -> None:
+        async with trio.open_nursery() as nursery:
+            for model in self._catalog:
+                nursery.start_soon(_unload, model)
+
+
+async def _unload(model: ServedModel) -> None:
+    name = model.signature.name
+    with trio.move_on_after(SETTLING) as settling:
+        await model.settled()
+    if settling.cancelled_caught:
+        logger.warning("model '%s' is still running and can't be stopped: its clean-up is left out", name)
+        return
+    with trio.move_on_after(UNLOADING) as unloading:
+        try:
+            await model.unload()
+        except Exception as error:
+            logger.error("model '%s' failed to clean up", name, exc_info=unwrap(error))
+    if unloading.cancelled_caught:
+        logger.error("model '%s' took more than %g s to clean up, and was left at it", name, UNLOADING)
+
+
+async def _close(listeners: list[trio.SocketListener]) -> None:
+    for listener in listeners:
+        await listener.aclose()
+
+
+def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one exception that is the matter, out of the groups that nurseries put it in; the group if there are more."""
+    _, rest = group.split(trio.Cancelled)
+    leaf: BaseException | None = rest
+    while isinstance(leaf, BaseExceptionGroup) and len(leaf.exceptions) == 1:
+        leaf = leaf.exceptions[0]
+    return group if leaf is None else leaf
