@@ -1,9 +1,9 @@
 """The schema of `config.pbtxt`: messages made from it, what is wrong with a text, and a message as plain values.
 
 The messages are protobuf's own, made at import from the compiled schema (`model_config.binpb`, from
-`model_config.proto` beside it) in a private descriptor pool. Generated code was rejected: it refuses to be imported under
-a protobuf older than the `protoc` that wrote it, and it registers `inference.ModelConfig` in the global pool, where
-`tritonclient`'s copy of the same name would collide with it.
+`model_config.proto` beside it) in a private descriptor pool. Generated code was rejected: it refuses to be imported
+under a protobuf older than the `protoc` that wrote it, and it registers `inference.ModelConfig` in the global pool,
+where `tritonclient`'s copy of the same name would collide with it.
 
 protobuf's own JSON printer was rejected as well: it writes 64-bit integers as strings, where Triton has numbers.
 """

@@ -52,22 +52,19 @@ class VersionPolicy:
         return tuple(versions[-self.latest :])
 
 
-@attrs.frozen(eq=False, repr=False)
+@attrs.frozen(eq=False)
 class ModelConfig:
     """One model's configuration, normalised: what was left out has the value it stands for.
 
     Args:
         message: the protobuf message; nobody changes it any more.
         where: the file it came from, for error messages; None if it came from code.
+        has_instance_group: whether it said how many instances there are, or was given the usual one.
     """
 
-    message: Any
+    message: Any = attrs.field(repr=False)
     where: Path | None = None
-
-    def __repr__(self) -> str:
-        return f"ModelConfig({self.name!r})"
-
-    # ---- making one
+    has_instance_group: bool = False
 
     @classmethod
     def parse(cls, text: str, *, name: str, where: Path) -> ModelConfig:
@@ -154,10 +151,9 @@ class ModelConfig:
                     f"`preferred_batch_size` must be from 1 to `max_batch_size` ({message.max_batch_size}), got {size}"
                 )
                 raise broken(reason, r"\bpreferred_batch_size\b")
+        has_instance_group = bool(message.instance_group)
         _normalise(message)
-        return cls(message, where)
-
-    # ---- reading it
+        return cls(message, where, has_instance_group)
 
     @property
     def name(self) -> str:
@@ -253,7 +249,7 @@ class ModelConfig:
             if number < _size(group):
                 return group, number
             number -= _size(group)
-        raise IndexError(f"{self!r} has {self.instance_count} instances, no number {index}")
+        raise IndexError(f"'{self.name}' has {self.instance_count} instances, no number {index}")
 
     def signature(self, version: str) -> Signature:
         """What requests for this version are checked against."""

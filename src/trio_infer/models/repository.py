@@ -1,0 +1,145 @@
+"""Finds the models in model repositories: `REPOSITORY/MODEL/[config.pbtxt]`, `REPOSITORY/MODEL/VERSION/model.py`.
+
+Each directory in a repository is a model, and a broken one is an error, not a gap: a server that came up without the
+model that it was started for is worse than one that says why it didn't. Left out are files, names that begin with a dot
+(Kubernetes mounts a `..data` beside the models), `lost+found` and `__pycache__`. In a model's directory only those
+subdirectories are versions whose names are positive numbers without a leading zero.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from trio_infer.errors import ModelLoadError, SetupError
+from trio_infer.models.native import Model, NativeRunner
+from trio_infer.models.runner import Runner
+from trio_infer.models.triton_imports import ModelCode
+from trio_infer.models.triton_loading import model_fault
+from trio_infer.models.triton_python import TritonPythonRunner
+from trio_infer.protocol.model_config import ModelConfig
+
+__all__ = ["find_models", "load_model"]
+
+_NO_MODELS: Final = {"lost+found", "__pycache__"}
+
+
+def find_models(roots: Sequence[Path], *, auto_complete: bool = True) -> list[Runner]:
+    """A runner for each version that is to be served of each model; not loaded yet.
+
+    Args:
+        roots: the repositories.
+        auto_complete: whether Python models are asked to complete their configuration when they load.
+
+    Returns:
+        by name, the versions of each from the lowest.
+
+    Raises:
+        SetupError: a repository isn't a directory.
+        ModelLoadError: of the first model, by name, that can't be served; or two repositories have it.
+    """
+    found: dict[str, Path] = {}
+    for root in roots:
+        if not root.is_dir():
+            fault = "is not a directory" if root.exists() else "does not exist"
+            raise SetupError(f"the model repository {root} {fault}")
+        for directory in root.iterdir():
+            name = directory.name
+            if name.startswith(".") or name in _NO_MODELS or not directory.is_dir():
+                continue
+            if name in found and found[name].resolve() != directory.resolve():
+                raise ModelLoadError(name, f"it is in two repositories, here and in {found[name].parent}", where=root)
+            found[name] = directory
+    return [runner for name in sorted(found) for runner in load_model(found[name], auto_complete=auto_complete)]
+
+
+def load_model(directory: Path, *, auto_complete: bool = True) -> list[Runner]:
+    """The runners of one model.
+
+    Args:
+        directory: named after the model.
+
+    Raises:
+        ModelLoadError: no version to serve, a broken configuration, a backend that isn't there.
+    """
+    name = directory.name
+    file = directory / "config.pbtxt"
+    try:
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(name, f"its configuration can't be read: {error}", where=file) from error
+    config = ModelConfig.parse(text, name=name, where=file)
+    filename = config.default_model_filename or "model.py"
+    if Path(filename).name != filename or not filename.endswith(".py"):
+        reason = f"default_model_filename must be the name of a .py file in the version directory, got '{filename}'"
+        raise ModelLoadError(name, reason, where=file)
+    versions = _versions(config, directory)
+    backend = _backend(config, directory, versions, filename)
+    if backend == "trio_infer":
+        return [_native(config, directory, version, filename) for version in versions]
+    if not config.backend:
+        config = ModelConfig.parse(f'{text}\nbackend: "python"', name=name, where=file)
+    return [
+        TritonPythonRunner(config, directory=directory, version=version, auto_complete=auto_complete)
+        for version in versions
+    ]
+
+
+def _versions(config: ModelConfig, directory: Path) -> tuple[int, ...]:
+    found = {
+        int(entry.name) for entry in directory.iterdir() if re.fullmatch(r"[1-9]\d*", entry.name) and entry.is_dir()
+    }
+    if not found:
+        raise ModelLoadError(config.name, "it has no version directory (a positive number, such as 1)", where=directory)
+    versions = config.version_policy.pick(found)
+    missing = set(config.version_policy.specific) - found
+    if missing:
+        reason = f"`version_policy` asks for version {min(missing)}, but there is {', '.join(map(str, sorted(found)))}"
+        raise ModelLoadError(config.name, reason, where=directory)
+    return versions
+
+
+def _backend(config: ModelConfig, directory: Path, versions: Sequence[int], filename: str) -> str:
+    if config.backend in {"python", "trio_infer"} and not config.platform:
+        return config.backend
+    if not config.backend and not config.platform:
+        if all((directory / str(version) / filename).is_file() for version in versions):
+            return "python"
+        raise ModelLoadError(config.name, f"it has no `backend`, and no {filename} to tell it by", where=directory)
+    kind = f"platform '{config.platform}'" if config.platform else f"backend '{config.backend}'"
+    raise ModelLoadError(config.name, f"{kind} is not supported; 'python' and 'trio_infer' are", where=config.where)
+
+
+def _native(config: ModelConfig, directory: Path, version: int, filename: str) -> NativeRunner:
+    code = ModelCode(config.name, directory / str(version) / filename)
+    if not code.file.is_file():
+        raise ModelLoadError(config.name, f"there is no {filename} in its version directory", where=code.file)
+    with model_fault(code, "importing it"):
+        module = code.load()
+    classes = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Model) and value.__module__ == module.__name__
+    ]
+    if len(classes) != 1:
+        names = ", ".join(kind.__name__ for kind in classes) or "none"
+        reason = f"its code must define one subclass of trio_infer.models.native.Model, found {names}"
+        raise ModelLoadError(config.name, reason, where=code.file)
+    with model_fault(code, f"{classes[0].__name__}()"):
+        model = classes[0]()
+    if getattr(model, "name", config.name) != config.name:
+        reason = f"its `name` is '{model.name}' but its directory is '{config.name}'"
+        raise ModelLoadError(config.name, reason, where=code.file)
+    config.check_tensors()
+    given: dict[str, object] = {"name": config.name, "version": str(version)}
+    if config.inputs or config.outputs:
+        given |= {"inputs": config.inputs, "outputs": config.outputs, "max_batch_size": config.max_batch_size}
+    if config.has_instance_group:
+        given["instances"] = config.instance_count
+    if config.on_disconnect is not None:
+        given["on_disconnect"] = config.on_disconnect
+    for attribute, value in given.items():
+        object.__setattr__(model, attribute, value)  # also of a frozen attrs class
+    return NativeRunner(model)

@@ -1,0 +1,243 @@
+"""Runs Triton's Python models as they are: `TritonPythonModel` in a `model.py`.
+
+Everything of a model (its import, `initialize`, `execute`, `finalize`) runs in a worker thread, and nothing of it in
+the trio thread. Facts that this rests on (trio 0.35, Python 3.11, 2 cores):
+
+- A task leaves `to_thread.run_sync(..., abandon_on_cancel=True)` 0.2 ms after its cancel, and the thread runs on. That
+  is why an instance's being taken follows the thread (`triton_work`) and not the task.
+- In the thread, `is_cancelled()` costs 0.05 microseconds and `trio.from_thread.check_cancelled()` 0.2; a model that
+  uses either stops within its own step (0.2 ms median for a tight loop). The second raises `trio.Cancelled`, which is
+  let out: nobody waits for it any more.
+- An abandoned thread keeps its token of the limiter until it ends. With trio's own limiter of 40, a burst of cancelled
+  requests would stop whatever else uses threads, so each runner has a limiter of its own, without a limit: how many
+  threads there are is decided by the instances.
+- A thread that holds the GIL in one C call stops the whole server meanwhile (1.1 s measured for one regular
+  expression). Nothing here can help that; such a model belongs in a process of its own.
+
+Raising an exception in the thread from outside was rejected (`PyThreadState_SetAsyncExc`): it can strike in the middle
+of a `finally`, and in 1 of 40 tries it went past the `except` that was there for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import trio
+
+from trio_infer.errors import ErrorCode, InferError, ModelLoadError
+from trio_infer.models.runner import Instance, Send, Stops
+from trio_infer.models.triton_execute import Executor, Loaded
+from trio_infer.models.triton_imports import ModelCode
+from trio_infer.models.triton_loading import import_model, initialize
+from trio_infer.models.triton_work import Work
+from trio_infer.protocol.model_config import ModelConfig
+from trio_infer.protocol.values import InferRequest, InferResponse, Signature
+
+__all__ = ["TritonPythonRunner"]
+
+log = logging.getLogger("trio_infer.models")
+
+
+class TritonPythonRunner:
+    """Runs one version of a Triton Python model.
+
+    Args:
+        config: from its `config.pbtxt`; empty but for the name if it has none.
+        directory: the model's directory.
+        version: the number that its version directory is named after.
+        auto_complete: whether the model's `auto_complete_config` is asked.
+        deaf_after: seconds after which the log mentions a run that goes on without its client. A second is long for
+            a model that asks `is_cancelled()` once a step, and short for whoever looks for a lost instance.
+
+    Attributes:
+        signature, config: after `load`, with what the model completed; before it, what the file says.
+    """
+
+    stops: Stops = "callback"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        directory: Path,
+        version: int,
+        auto_complete: bool = True,
+        deaf_after: float = 1.0,
+    ) -> None:
+        self.config = config
+        self.directory = directory.absolute()
+        self.version = version
+        self._auto_complete = auto_complete
+        self._deaf_after = deaf_after
+        self._limiter = trio.CapacityLimiter(math.inf)
+        self._lock = threading.Lock()  # for the two below, which loading and unloading threads share
+        self._loaded: list[Loaded] = []
+        self._closing = False
+        self._works: set[Work] = set()
+        self._idle = trio.Event()
+        self._read_config()
+
+    def _read_config(self) -> None:
+        try:
+            self.signature = self.config.signature(str(self.version))
+        except KeyError:  # a tensor without a datatype, which the model may still complete
+            self.signature = Signature(self.config.name, str(self.version), (), ())
+        self._executor = Executor(self.signature, self.config.reshapes)
+
+    @property
+    def instances(self) -> int:
+        return self.config.instance_count
+
+    @property
+    def on_disconnect(self) -> Literal["cancel", "finish"] | None:
+        return self.config.on_disconnect
+
+    @property
+    def file(self) -> Path:
+        """The model's code."""
+        return self.directory / str(self.version) / (self.config.default_model_filename or "model.py")
+
+    # ---- loading and unloading
+
+    async def load(self) -> None:
+        """Import the model and initialize each instance, one after the other.
+
+        Raises:
+            ModelLoadError: the model's code raised, or isn't a model; instances that were ready are finalized.
+
+        Cancellation: leaves at once; the thread stops after the instance that it is at, and what is ready is finalized
+        by `unload`, or by the thread if that comes later.
+        """
+        self.config = await self._in_thread(self._load)
+        self._read_config()
+
+    def _load(self) -> ModelConfig:
+        config = self.config
+        try:
+            for index in range(config.instance_count):
+                trio.from_thread.check_cancelled()
+                code = ModelCode(config.name, self.file)
+                try:
+                    auto_complete = self._auto_complete and index == 0
+                    made, config = import_model(code, config, auto_complete=auto_complete)
+                    initialize(made, code, config, index, self.version)
+                except BaseException:
+                    code.forget()
+                    raise
+                self._keep(Loaded(config.instance_name(index), code, made))
+        except ModelLoadError:
+            self._finalize()
+            raise
+        return config
+
+    def _keep(self, loaded: Loaded) -> None:
+        with self._lock:
+            self._loaded.append(loaded)
+            closing = self._closing
+        if closing:
+            self._finalize()
+
+    async def unload(self) -> None:
+        """Wait until no work is going on, then finalize each instance.
+
+        Cancellation: leaves at once. Instances that the model still works in are then not finalized; a `finalize` that
+        has begun goes on in its thread.
+        """
+        self._closing = True
+        while self._works:
+            self._idle = trio.Event()
+            await self._idle.wait()
+        await self._in_thread(self._finalize)
+
+    def _finalize(self) -> None:
+        with self._lock:
+            going, self._loaded = self._loaded, []
+        for loaded in going:
+            try:
+                finalize = getattr(loaded.model, "finalize", None)
+                if finalize is not None:
+                    finalize()
+            except trio.Cancelled:
+                raise
+            except BaseException:
+                log.exception("model instance '%s' failed to finalize", loaded.name)
+            finally:
+                loaded.code.forget()
+
+    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True, limiter=self._limiter)
+
+    # ---- running
+
+    async def run(self, instance: Instance, request: InferRequest, send: Send) -> None:
+        """Run one request.
+
+        Raises:
+            InferError: with the code of the response's error, or INTERNAL if the model raised or gave what it must not;
+                then the traceback was logged.
+
+        Cancellation: leaves at once, and senders are no longer waited for. The model learns of it by `is_cancelled()`
+        or `trio.from_thread.check_cancelled()`. Whatever it still gives or raises is dropped.
+        """
+        loaded = self._loaded[instance.index]
+        work = Work(
+            loaded.name,
+            instance,
+            decoupled=self.signature.decoupled,
+            deaf_after=self._deaf_after,
+            on_over=self._work_over,
+        )
+        self._works.add(work)
+        try:
+            if self.signature.decoupled:
+                await self._run_decoupled(loaded, work, request, send)
+            else:
+                response = await self._in_thread(self._executor.execute, loaded, work, request)
+                if response is None:
+                    response = await _only_response(work)
+                work.leave()
+                await send(response)
+        except InferError as error:
+            if error.__cause__ is not None:
+                log.error("model instance '%s' failed", loaded.name, exc_info=error.__cause__)
+            raise
+        finally:
+            work.leave()
+
+    def _work_over(self, work: Work) -> None:
+        self._works.discard(work)
+        self._idle.set()
+
+    async def _run_decoupled(self, loaded: Loaded, work: Work, request: InferRequest, send: Send) -> None:
+        failure: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._feed, loaded, work, request)
+            try:
+                while (response := await work.next()) is not None:
+                    await send(response)
+            except Exception as error:
+                failure = error  # raised outside, where no exception group is made of it
+                nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _feed(self, loaded: Loaded, work: Work, request: InferRequest) -> None:
+        try:
+            await self._in_thread(self._executor.execute, loaded, work, request)
+        except InferError as error:
+            if error is not work.error:
+                log.error("model instance '%s' failed after its final response", loaded.name, exc_info=error.__cause__)
+
+
+async def _only_response(work: Work) -> InferResponse:
+    """The one response that a model that isn't decoupled gives by a sender, once it has said that it is final."""
+    response = await work.next()
+    if response is None:
+        raise InferError(f"model instance '{work.label}' sent no response", ErrorCode.INTERNAL)
+    await work.next()
+    return response

@@ -1,0 +1,225 @@
+"""One request in a Triton Python model: what its thread is doing, the responses on their way, and when it is over.
+
+The model runs in a thread and the request in a task, and each can end without the other:
+
+    the task            begins ─────────── takes responses ─────────── leaves
+    execute()                 starts ──────────────── returns
+    senders                        promised ── put ── put ──── final
+
+The work is over when nothing of the model's can act on the request any more: `execute` isn't running, and no sender is
+still promised (decoupled models promise one from the start; a sender's `final` keeps the promise, so does dropping the
+last reference to it). Only then does the instance become free, and that is told in the trio thread, by
+`TrioToken.run_sync_soon` if the task has left. If the server has ended by then nobody is left to be told.
+
+A model that goes on after its client left is *deaf*; if it does so for longer than `deaf_after` seconds, one WARNING
+says that the instance stays taken, and one INFO says when it came back. Only such a run costs more than a flag: a
+system task waits for it, because the request's own task is gone.
+
+Backpressure: at most `LIMIT` responses wait for a slow client. The next `put` blocks the model's thread until there is
+room again or the task has left. One lock guards all of it and is never held while anything waits. It is re-entrant,
+because a garbage collection under it may drop a sender.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+import trio
+
+from trio_infer.errors import ErrorCode, InferError
+from trio_infer.models.runner import Instance
+from trio_infer.protocol.values import InferResponse
+
+__all__ = ["LIMIT", "Work"]
+
+LIMIT: Final = 8
+log = logging.getLogger("trio_infer.models")
+
+
+class Work:
+    """Made, entered and left in the trio thread.
+
+    Args:
+        label: what the log calls it: the instance's name.
+        instance: taken from now until the work is over.
+        decoupled: whether any number of responses come through senders.
+        deaf_after: seconds after which the log mentions a model that goes on without its client.
+        on_over: called in the trio thread when the work is over, before the instance is given back.
+
+    Attributes:
+        error: what `execute` failed with, if `next` raises it.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        instance: Instance,
+        *,
+        decoupled: bool,
+        deaf_after: float,
+        on_over: Callable[[Work], None] | None = None,
+    ) -> None:
+        self.label = label
+        self._instance = instance
+        self._decoupled = decoupled
+        self._deaf_after = deaf_after
+        self._on_over = on_over
+        self._token = trio.lowlevel.current_trio_token()
+        self._lock = threading.Condition()
+        self._waiting: deque[InferResponse | InferError] = deque()
+        self.error: InferError | None = None
+        self._started = self._executing = False
+        self._promised = decoupled
+        self._put = 0
+        self._final = self._dropped = self._left = self._over = False
+        self._news = trio.Event()
+        instance.begin()
+
+    @property
+    def promised(self) -> bool:
+        """Whether a sender was handed out, so that responses may come without `execute` returning them."""
+        return self._promised
+
+    # ---- in the model's thread
+
+    def start(self) -> bool:
+        """`execute` is about to be called. False: the task has left, don't."""
+        with self._lock:
+            self._started = self._executing = not self._left
+            return self._started
+
+    def finish(self, *, expect_more: bool, error: InferError | None = None) -> None:
+        """`execute` isn't running any more.
+
+        Args:
+            expect_more: whether senders that were handed out are still good; not so after it raised.
+            error: what `next` raises after the responses that were sent; too late after the final flag.
+        """
+        with self._lock:
+            self._executing = False
+            if not self._final:
+                self.error = error
+            if not expect_more:
+                self._final = True
+            tell = self._left or self._promised
+        if tell:
+            self._tell()
+
+    # ---- in any thread
+
+    def promise(self) -> None:
+        """A sender is handed out."""
+        with self._lock:
+            self._promised = True
+
+    def put(self, response: InferResponse | InferError | None, *, final: bool) -> None:
+        """Pass a response on to the task; an error in place of a response ends the run.
+
+        Blocks while `LIMIT` responses wait, and no longer than until the task leaves. Then responses go nowhere.
+
+        Raises:
+            ValueError: the model may not send this; says why.
+        """
+        with self._lock:
+            if self._final and not self._left:
+                raise ValueError("The final flag was sent before, or execute() has failed or given its response.")
+            if not self._decoupled and response is not None and self._put:
+                raise ValueError("A model that is not decoupled has one response a request.")
+            if not self._decoupled and final and response is None and not self._put:
+                raise ValueError("A model that is not decoupled must send its response before or with the final flag.")
+            if response is not None:
+                self._put += 1
+                while len(self._waiting) >= LIMIT and not self._left:
+                    self._lock.wait()
+                if not self._left:
+                    self._waiting.append(response)
+            self._final = self._final or final
+        self._tell()
+
+    def drop(self) -> None:
+        """The last reference that a sender could come from is gone."""
+        with self._lock:
+            self._dropped = True
+            tell = self._promised and not self._final
+        if tell:
+            self._tell()
+
+    def _tell(self) -> None:
+        with suppress(trio.RunFinishedError):  # then there is no task and no scheduler to tell
+            self._token.run_sync_soon(self._notice, idempotent=True)
+
+    # ---- in the trio thread
+
+    async def next(self) -> InferResponse | None:
+        """The next response; None after the final one.
+
+        Raises:
+            InferError: the model sent an error, or failed; earlier responses were given before.
+        """
+        while True:
+            with self._lock:
+                if self._waiting:
+                    self._lock.notify()
+                    response = self._waiting.popleft()
+                    if isinstance(response, InferError):
+                        raise response
+                    return response
+                if self.error is not None:
+                    raise self.error
+                if self._final:
+                    return None
+                if self._dropped and not self._executing:
+                    raise InferError(
+                        f"model instance '{self.label}' ended without the final flag: it let go of its response sender",
+                        ErrorCode.INTERNAL,
+                    )
+                self._news = trio.Event()
+            await self._news.wait()
+
+    def leave(self) -> None:
+        """The task needs nothing more: it has its answer, has failed, or was cancelled. Only the first call counts."""
+        with self._lock:
+            if self._left:
+                return
+            self._left = True
+            if not self._started:
+                self._final = True
+            self._waiting.clear()
+            self._lock.notify_all()
+        self._notice()
+        if not self._over:
+            trio.lowlevel.spawn_system_task(self._watch, trio.current_time(), name=f"<deaf {self.label}>")
+
+    def _notice(self) -> None:
+        self._news.set()
+        with self._lock:
+            promised = self._promised and not (self._final or self._dropped)
+            over = self._left and not self._executing and not promised
+        if over and not self._over:
+            self._over = True
+            if self._on_over is not None:
+                self._on_over(self)
+            self._instance.end()
+
+    async def _watch(self, left_at: float) -> None:
+        with trio.move_on_after(self._deaf_after):
+            await self._until_over()
+        if self._over:
+            return
+        log.warning(
+            "model instance '%s' goes on %.1f s after its request was given up; it stays taken until it is done",
+            self.label,
+            trio.current_time() - left_at,
+        )
+        await self._until_over()
+        log.info("model instance '%s' is free again, %.1f s late", self.label, trio.current_time() - left_at)
+
+    async def _until_over(self) -> None:
+        while not self._over:
+            self._news = trio.Event()
+            await self._news.wait()
