@@ -81,7 +81,8 @@ def decode_generate(
 
 
 def _read_input(value: Any, spec: TensorSpec, signature: Signature, request_id: str) -> Array:
-    flat = elements_to_array(flatten(value if isinstance(value, list) else [value]), spec.datatype, spec.name)
+    elements, kinds = flatten(value if isinstance(value, list) else [value])
+    flat = elements_to_array(elements, kinds, spec.datatype, spec.name)
     dims = signature.wire_shape(spec)
     shape = fit(len(flat), dims)
     if shape is None:

@@ -50,7 +50,7 @@ def loads(data: bytes | bytearray | memoryview, *, max_depth: int) -> Any:
 
     Raises:
         InferError: nested too deep (400).
-        BadJSONError: not JSON; the message says where, as a byte offset from 0.
+        BadJSONError: not JSON; the message says where, counted from 0.
     """
     text = bytes(data)
     if text.count(b"[") + text.count(b"{") > max_depth and _deeper_than(text, max_depth):

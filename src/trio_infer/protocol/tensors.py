@@ -43,7 +43,7 @@ def json_to_array(data: list[Any], datatype: Datatype, shape: tuple[int, ...], n
         InferError: the type has no JSON form, or a value doesn't fit it.
     """
     count = element_count(shape, datatype, name)
-    flat = flatten(data)
+    flat, kinds = flatten(data)
     if len(flat) != count:
         # Two texts, as Triton has: its parser notices too many at once, and too few at the end.
         text = (
@@ -54,18 +54,20 @@ def json_to_array(data: list[Any], datatype: Datatype, shape: tuple[int, ...], n
         raise BadJSONError(
             f"{text} (input '{name}' has shape {show(shape)}, expected {count} elements, got {len(flat)})"
         )
-    return elements_to_array(flat, datatype, name).reshape(shape)
+    return elements_to_array(flat, kinds, datatype, name).reshape(shape)
 
 
-def flatten(data: list[Any]) -> list[Any]:
-    """The elements of nested lists, in order: at C speed where a level is all lists, once over the rest."""
+def flatten(data: list[Any]) -> tuple[list[Any], set[type]]:
+    """The elements of nested lists, in order, and their types.
+
+    Args:
+        data: lists within it are opened, at C speed where a level is all lists, once over the rest.
+    """
     while True:
         kinds = set(map(type, data))
         if list not in kinds:
-            return data
-        if kinds != {list}:
-            return list(_walk(data))
-        data = list(chain.from_iterable(data))
+            return data, kinds
+        data = list(chain.from_iterable(data)) if kinds == {list} else list(_walk(data))
 
 
 def _walk(data: list[Any]) -> Iterator[Any]:
@@ -80,11 +82,12 @@ def _walk(data: list[Any]) -> Iterator[Any]:
             levels.pop()
 
 
-def elements_to_array(flat: list[Any], datatype: Datatype, name: str) -> Array:
+def elements_to_array(flat: list[Any], kinds: set[type], datatype: Datatype, name: str) -> Array:
     """A one-dimensional array of parsed JSON values.
 
     Args:
         flat: no lists among them.
+        kinds: the types in it.
         datatype: what they must be.
         name: the input, for messages.
 
@@ -97,7 +100,6 @@ def elements_to_array(flat: list[Any], datatype: Datatype, name: str) -> Array:
             f"receiving {datatype.value} data via JSON is not supported. "
             f"Please use the binary data format for input {name}"
         )
-    kinds = set(map(type, flat))
     match datatype.dtype.kind:
         case "b":
             if not kinds <= {bool}:
