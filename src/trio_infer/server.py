@@ -21,7 +21,7 @@ import trio
 
 from trio_infer.api.v2 import V2
 from trio_infer.errors import SetupError
-from trio_infer.lifecycle import CancelReason
+from trio_infer.lifecycle import CancelReason, LifeWatcher
 from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
 from trio_infer.models.native import Model, NativeRunner
 from trio_infer.models.runner import Runner
@@ -45,6 +45,9 @@ SETTLING: Final = 0.25
 
 UNLOADING: Final = 5.0
 """Seconds that a model may take to clean up."""
+
+
+_INET: Final = (trio.socket.AF_INET, trio.socket.AF_INET6)
 
 
 @attrs.frozen
@@ -95,6 +98,7 @@ class Server:
         ssl_context: serves TLS (https) if given.
         exit_timeout: seconds that requests have to finish in a drain.
         access_log: log every request; cancelled ones are logged anyway.
+        watchers: told of each move of each request's life, for metrics or traces of your own.
         bad_json_status: what unreadable JSON is answered with: 500 as Triton does, or 400.
 
     Raises:
@@ -113,6 +117,7 @@ class Server:
         ssl_context: ssl.SSLContext | None = None,
         exit_timeout: float = 30.0,
         access_log: bool = False,
+        watchers: Sequence[LifeWatcher] = (),
         bad_json_status: int = 500,
     ) -> None:
         limits = limits or Limits()
@@ -124,7 +129,7 @@ class Server:
         self._settings = WireSettings(
             limits=limits,
             policy=disconnect,
-            watchers=(self._counters, AccessLog(everything=access_log)),
+            watchers=(self._counters, AccessLog(everything=access_log), *watchers),
             bad_json_status=bad_json_status,
         )
         self._keepalive = keepalive or Keepalive()
@@ -153,6 +158,7 @@ class Server:
         host: str | None = "127.0.0.1",
         port: int = 8000,
         *,
+        listeners: Sequence[trio.abc.Listener[trio.abc.Stream]] | None = None,
         task_status: trio.TaskStatus[Sequence[Address]] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Load the models, listen, and answer requests until `drain` is called. A server serves once.
@@ -160,6 +166,7 @@ class Server:
         Args:
             host: a name or address to listen on; None for all.
             port: 0 for a free one.
+            listeners: accept from these instead (Unix sockets, inherited ones, memory streams); closed at the end.
             task_status: `await nursery.start(server.serve, ...)` gives the addresses, when requests are answered.
 
         Raises:
@@ -170,12 +177,15 @@ class Server:
         The models' clean-up has a time limit (5 s) and is otherwise shielded.
         """
         try:
-            await self._serve(host, port, task_status)
+            if listeners is None:
+                listeners = await open_listeners(host, port)
+            await self._serve(list(listeners), task_status)
         except BaseExceptionGroup as group:
             raise _sole(group) from None
 
-    async def _serve(self, host: str | None, port: int, task_status: trio.TaskStatus[Sequence[Address]]) -> None:
-        listeners = await open_listeners(host, port)
+    async def _serve(
+        self, listeners: list[trio.abc.Listener[trio.abc.Stream]], task_status: trio.TaskStatus[Sequence[Address]]
+    ) -> None:
         try:
             for model in self._catalog:
                 await model.load()
@@ -183,7 +193,7 @@ class Server:
                 async with trio.open_nursery() as accepting:
                     for listener in listeners:
                         accepting.start_soon(accept_forever, listener, self._handle, connections, self._places)
-                    task_status.started([self._address(listener) for listener in listeners])
+                    task_status.started(self._addresses(listeners))
                     await self._drain.wait()
                     accepting.cancel_scope.cancel()
                 await _close(listeners)
@@ -194,19 +204,25 @@ class Server:
                 await _close(listeners)
                 await self._unload()
 
-    def _address(self, listener: trio.SocketListener) -> Address:
-        host, port = listener.socket.getsockname()[:2]
-        return Address(host, port, "https" if self._ssl_context else "http")
+    def _addresses(self, listeners: Sequence[trio.abc.Listener[trio.abc.Stream]]) -> list[Address]:
+        """Of those listeners that a URL can name."""
+        scheme = "https" if self._ssl_context else "http"
+        addresses = []
+        for listener in listeners:
+            if isinstance(listener, trio.SocketListener) and listener.socket.family in _INET:
+                host, port = listener.socket.getsockname()[:2]
+                addresses.append(Address(host, port, scheme))
+        return addresses
 
     # -- Connections ------------------------------------------------------------------------------------------------
 
-    async def _handle(self, tcp: trio.SocketStream) -> None:
+    async def _handle(self, stream: trio.abc.Stream) -> None:
         """One connection. Nothing that happens on it may harm the others."""
         try:
-            set_keepalive(tcp.socket, self._keepalive)
-            stream: trio.abc.Stream = tcp
+            if isinstance(stream, trio.SocketStream):
+                set_keepalive(stream.socket, self._keepalive)
             if self._ssl_context is not None:
-                stream = trio.SSLStream(tcp, self._ssl_context, server_side=True, https_compatible=True)
+                stream = trio.SSLStream(stream, self._ssl_context, server_side=True, https_compatible=True)
             conversation = Conversation(stream, self._application, self._settings)
             self._conversations.add(conversation)
             if self._drain.is_set():
@@ -268,7 +284,7 @@ async def _unload(model: ServedModel) -> None:
         logger.error("model '%s' took more than %g s to clean up, and was left at it", name, UNLOADING)
 
 
-async def _close(listeners: list[trio.SocketListener]) -> None:
+async def _close(listeners: Sequence[trio.abc.Listener[trio.abc.Stream]]) -> None:
     for listener in listeners:
         await listener.aclose()
 

@@ -156,7 +156,7 @@ class Connection:
                 return False
             if not data:
                 return False
-            self._h11.receive_data(data)  # type: ignore[arg-type]  # a bytearray is fine: h11 only appends it
+            self._h11.receive_data(data)
         return True
 
     @property
@@ -261,7 +261,7 @@ class Connection:
         data = await self.transport.receive(before_wait)
         if not data:
             raise Departed
-        self._h11.receive_data(data)  # type: ignore[arg-type]  # a bytearray is fine: h11 only appends it
+        self._h11.receive_data(data)
 
     def _next_event(self) -> object:
         try:

@@ -66,8 +66,8 @@ def set_keepalive(sock: trio.socket.SocketType, keepalive: Keepalive) -> None:
 
 
 async def accept_forever(
-    listener: trio.SocketListener,
-    handle: Callable[[trio.SocketStream], Awaitable[None]],
+    listener: trio.abc.Listener[trio.abc.Stream],
+    handle: Callable[[trio.abc.Stream], Awaitable[None]],
     nursery: trio.Nursery,
     places: trio.Semaphore,
 ) -> None:

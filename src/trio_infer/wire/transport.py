@@ -66,7 +66,7 @@ class Transport(Protocol):
     async def open(self, before_wait: BeforeWait) -> None:
         """Shake hands, if that is the custom (TLS)."""
 
-    async def receive(self, before_wait: BeforeWait) -> Buffer:
+    async def receive(self, before_wait: BeforeWait) -> bytes:
         """Up to 64 KiB; empty at the end of the stream."""
 
     async def receive_into(self, view: memoryview, before_wait: BeforeWait) -> int:
@@ -83,6 +83,9 @@ class Transport(Protocol):
 
     async def wait(self, action: Action) -> None:
         """Sleep until another `look` is worth it; `action` says what to sleep through. Spurious wake-ups are fine."""
+
+    def release(self) -> None:
+        """Let go of the stream without closing it."""
 
     async def aclose(self) -> None:
         """Close; never raises but `Cancelled`, and then has closed all the same."""
@@ -186,15 +189,21 @@ class SocketTransport:
         self._epoll_mask = mask
         return self._epoll.fileno()
 
-    async def aclose(self) -> None:
+    def take_ahead(self) -> bytes:
+        return b""
+
+    def release(self) -> None:
         if self._epoll is not None:
             trio.lowlevel.notify_closing(self._epoll.fileno())
             self._epoll.close()
             self._epoll = None
+        self._sock.detach()
+
+    async def aclose(self) -> None:
         if self._sock.fileno() != -1:
             trio.lowlevel.notify_closing(self._sock)
-            self._sock.detach()
-            await trio.aclose_forcefully(self._stream)
+        self.release()
+        await trio.aclose_forcefully(self._stream)
 
 
 class StreamTransport:
@@ -218,12 +227,9 @@ class StreamTransport:
             except _GONE as error:
                 raise Departed from error
 
-    async def receive(self, before_wait: BeforeWait) -> bytes | bytearray:
+    async def receive(self, before_wait: BeforeWait) -> bytes:
         if self._ahead:
-            taken, self._ahead = self._ahead, bytearray()
-            if self._sight is Sight.DATA:
-                self._sight = Sight.QUIET
-            return taken
+            return self.take_ahead()
         if self._sight is Sight.EOF:
             return b""
         if self._sight is Sight.RESET:
@@ -231,7 +237,7 @@ class StreamTransport:
         before_wait()
         self.waited = True
         try:
-            return await self._stream.receive_some(RECEIVE_SIZE)
+            return bytes(await self._stream.receive_some(RECEIVE_SIZE))
         except _GONE as error:
             raise Departed from error
 
@@ -276,6 +282,16 @@ class StreamTransport:
         else:
             self._ahead += data
             self._sight = Sight.DATA if data else Sight.EOF
+
+    def take_ahead(self) -> bytes:
+        """The bytes that were read ahead, which are then no longer here."""
+        taken, self._ahead = bytes(self._ahead), bytearray()
+        if self._sight is Sight.DATA:
+            self._sight = Sight.QUIET
+        return taken
+
+    def release(self) -> None:
+        pass
 
     async def aclose(self) -> None:
         try:

@@ -1,0 +1,2 @@
+"""x"""
+def run(options): print(options); return 0
