@@ -68,19 +68,22 @@ class Executor:
         if not work.start():
             return None
         expect_more = False
+        failure: InferError | None = None
         try:
-            encode = partial(self._encode, request)
-            response = self._call(loaded, work, request, encode)
+            response = self._call(loaded, work, request, partial(self._encode, request))
             expect_more = response is None
-        except (trio.Cancelled, InferError):
+        except trio.Cancelled:
+            raise
+        except InferError as error:
+            failure = error
             raise
         except BaseException as error:
-            text = (
-                f"Failed to process the request(s) for model '{loaded.name}', message: {_explain(error, loaded.code)}"
-            )
-            raise InferError(text, ErrorCode.INTERNAL) from error
+            message = _explain(error, loaded.code)
+            text = f"Failed to process the request(s) for model '{loaded.name}', message: {message}"
+            failure = InferError(text, ErrorCode.INTERNAL)
+            raise failure from error
         finally:
-            work.finish(expect_more=expect_more)
+            work.finish(expect_more=expect_more, error=failure)
         return response
 
     def _call(
@@ -99,9 +102,7 @@ class Executor:
         if self._decoupled:
             if returned is not None:
                 kind = type(returned).__name__
-                raise _BadReturnError(
-                    f"a decoupled model's execute must return None and use response senders, got {kind}."
-                )
+                raise _BadReturnError(f"execute of a decoupled model must return None and use senders, got {kind}.")
             return None
         if not isinstance(returned, (list, tuple)):
             raise _BadReturnError(f"Expected a list in the execute return, found type '{type(returned).__name__}'.")

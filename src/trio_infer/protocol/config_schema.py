@@ -128,4 +128,6 @@ def _explain(error: text_format.ParseError) -> str:
 
 def _guess(word: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; it has {', '.join(known)}"
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; it has {', '.join(known)}" if len(known) <= 9 else ""
