@@ -194,6 +194,12 @@ def test_as_many_dimensions_as_a_client_likes_are_refused_not_tried():
     assert len(error.message) < 300
 
 
+def test_a_shape_of_many_huge_dimensions_is_refused_at_once():
+    error = refusal({"inputs": [tensor(shape=[2**60] * 200_000, data=[1])]}, echo("INT32"))
+    assert "causes total element count to exceed" in error.message
+    assert len(error.message) < 600
+
+
 def test_an_unknown_datatype_is_refused():
     error = refusal({"inputs": [tensor(datatype="FLOAT", data=[1])]}, echo("INT32"))
     assert error.message.startswith("invalid datatype for input X")
@@ -347,6 +353,22 @@ def test_what_the_model_does_not_take_is_refused(document, text):
 
 def test_the_prefix_names_the_request_by_its_id():
     assert refusal({"id": "a7", "inputs": []}, ADD).message.startswith("[request id: a7] expected 2 inputs")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"id": "x" * 10_000, "inputs": []},
+        {"inputs": [tensor("x" * 10_000, data=[1])]},
+        {"inputs": [], "outputs": [{"name": "x" * 10_000}]},
+        {"inputs": [], "parameters": {"x" * 10_000: None}},
+        {"inputs": [], "parameters": {"triton_" + "x" * 10_000: 1}},
+        {"inputs": "x" * 10_000},
+        {"inputs": [tensor(datatype="x" * 10_000, data=[1])]},
+    ],
+)
+def test_an_error_does_not_repeat_a_long_text(document):
+    assert len(refusal(document, echo("INT32")).message) < 500
 
 
 def test_optional_inputs_may_be_left_out():

@@ -1,5 +1,6 @@
 """JSON text: what orjson won't do, and what no text may do to the server."""
 
+import gc
 import json
 import math
 from contextlib import suppress
@@ -89,6 +90,17 @@ def test_bare_tokens_are_read_and_the_same_words_in_strings_left_alone():
 def test_bare_tokens_open_no_other_door(text):
     with pytest.raises(BadJSONError):
         read(text)
+
+
+def test_the_collector_rests_during_a_large_text_and_is_as_it_was_afterwards():
+    text = b"[" + b"[]," * 10_000 + b"NaN]"
+    for switch in (gc.disable, gc.enable):
+        switch()
+        before = gc.isenabled()
+        assert len(read(text)) == 10_001
+        with pytest.raises(BadJSONError):
+            read(text[:-1])
+        assert gc.isenabled() is before
 
 
 def test_an_unclosed_string_full_of_escapes_takes_linear_time():

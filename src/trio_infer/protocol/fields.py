@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from trio_infer.errors import BadJSONError, InferError
 
-__all__ = ["found", "optional", "refuse", "required", "unsigned", "wrong_type"]
+__all__ = ["clip", "found", "optional", "refuse", "required", "unsigned", "wrong_type"]
 
 T = TypeVar("T")
 
@@ -23,6 +23,11 @@ _WORDS: Final[dict[type, str]] = {
 }
 
 
+def clip(text: str, most: int = 256) -> str:
+    """A client's own text for an error message, cut so that the answer stays small."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def found(value: Any) -> str:
     """A JSON value for an error message: short, whatever it is."""
     if isinstance(value, dict):
@@ -31,8 +36,7 @@ def found(value: Any) -> str:
         return f"an array of {len(value)}"
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    text = repr(value[:60] if isinstance(value, str) else value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return clip(repr(value[:60] if isinstance(value, str) else value), 60)
 
 
 def wrong_type(what: str, word: str, value: Any, where: str = "") -> BadJSONError:
@@ -91,4 +95,4 @@ def refuse(request_id: str, message: str) -> InferError:
         request_id: "" if the client gave none.
         message: the rest.
     """
-    return InferError(f"[request id: {request_id or '<id_unknown>'}] {message}")
+    return InferError(f"[request id: {clip(request_id) or '<id_unknown>'}] {message}")

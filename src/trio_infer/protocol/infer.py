@@ -24,7 +24,7 @@ import orjson
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.limits import Limits
 from trio_infer.protocol.binary import to_buffer
-from trio_infer.protocol.fields import found, optional, refuse, required, wrong_type
+from trio_infer.protocol.fields import clip, found, optional, refuse, required, wrong_type
 from trio_infer.protocol.inputs import read_inputs, read_raw_input
 from trio_infer.protocol.jsontext import dumps, loads
 from trio_infer.protocol.outputs import select
@@ -169,7 +169,7 @@ def _read_outputs(members: list[Any], signature: Signature, request_id: str) -> 
         name = required(member, "name", str, f"element {index} of 'outputs'")
         if name not in known:
             raise InferError(
-                f"unexpected inference output '{name}' for model '{signature.name}' (it gives {', '.join(known)})"
+                f"unexpected inference output '{clip(name)}' for model '{signature.name}' (it gives {', '.join(known)})"
             )
         if name in outputs:
             raise refuse(request_id, f"output '{name}' already exists in request")

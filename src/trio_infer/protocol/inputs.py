@@ -13,7 +13,7 @@ from trio_infer.errors import ErrorCode, InferError
 from trio_infer.limits import Limits
 from trio_infer.protocol.binary import bytes_to_array
 from trio_infer.protocol.datatypes import Datatype
-from trio_infer.protocol.fields import found, optional, refuse, required, wrong_type
+from trio_infer.protocol.fields import clip, found, optional, refuse, required, wrong_type
 from trio_infer.protocol.shapes import check_size, check_spec, element_count, fit, read_shape
 from trio_infer.protocol.tensors import json_to_array, object_array
 from trio_infer.protocol.values import Array, Signature, TensorSpec
@@ -75,7 +75,7 @@ def read_inputs(
             raise refuse(request_id, f"input '{name}' already exists in request")
         if name not in specs:
             raise InferError(
-                f"unexpected inference input '{name}' for model '{signature.name}' (it takes {_quoted(specs)})"
+                f"unexpected inference input '{clip(name)}' for model '{signature.name}' (it takes {_quoted(specs)})"
             )
         inputs[name] = _read_input(member, specs[name], tail, signature, request_id, limits)
     tail.finish()

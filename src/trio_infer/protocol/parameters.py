@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from trio_infer.errors import InferError
-from trio_infer.protocol.fields import optional, required, unsigned, wrong_type
+from trio_infer.protocol.fields import clip, optional, required, unsigned, wrong_type
 from trio_infer.protocol.values import ParameterValue
 
 __all__ = ["check_parameter", "read_parameters"]
@@ -29,11 +29,11 @@ def check_parameter(name: str, value: Any, prefix: str = "") -> ParameterValue:
     if name.startswith("triton_"):
         raise InferError(
             f"{prefix}parameter keys starting with 'triton_' are reserved for Triton usage and should not be "
-            f"specified. (got '{name}')"
+            f"specified. (got '{clip(name)}')"
         )
     if type(value) not in _PLAIN:
         raise InferError(
-            f"{prefix}parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'."
+            f"{prefix}parameter '{clip(name)}' has invalid type. It should be either 'int', 'bool', or 'string'."
         )
     plain: ParameterValue = value
     return plain

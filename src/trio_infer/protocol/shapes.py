@@ -55,14 +55,17 @@ def element_count(shape: tuple[int, ...], datatype: Datatype, name: str) -> int:
         InferError: more elements, or bytes, than 64 bits count. Zeros don't hide a factor that is too large: numpy
             refuses such shapes.
     """
-    if math.prod(dim for dim in shape if dim) > _MOST:
-        raise InferError(
-            f"shape {show(shape)} of input '{name}' causes total element count to exceed maximum size of {_MOST}"
-        )
-    itemsize = max(datatype.itemsize, datatype.dtype.itemsize)
-    if math.prod(dim for dim in shape if dim) * itemsize > _MOST:
+    product = 1
+    for dim in shape:
+        product *= dim or 1
+        # Stop here: a product of many thousand factors takes minutes.
+        if product > _MOST:
+            raise InferError(
+                f"shape {show(shape)} of input '{name}' causes total element count to exceed maximum size of {_MOST}"
+            )
+    if product * max(datatype.itemsize, datatype.dtype.itemsize) > _MOST:
         raise InferError(f"byte size overflow for input '{name}': shape {show(shape)} of {datatype.value}")
-    return math.prod(shape)
+    return 0 if 0 in shape else product
 
 
 def check_size(size: int, limit: int, what: str) -> None:
