@@ -1,8 +1,8 @@
 """The command: `trio-infer serve [REPOSITORY...] [options]`.
 
-It turns words into `Options`, and whatever was wrong into one line on stderr and exit code 1. The server, numpy and trio
-are imported when they are about to be needed, so that `--help` and complaints are quick; for the same reason this file does
-without postponed annotations: cyclopts reads those of `serve`, whose names are local.
+It turns words into `Options`, and whatever was wrong into one line on stderr and exit code 1. The server, numpy and
+trio are imported when they are about to be needed, so that `--help` and complaints are quick; for the same reason this
+file does without postponed annotations: cyclopts reads those of `serve`, whose names are local.
 """
 
 import os
@@ -26,6 +26,9 @@ SWITCHES: Final = frozenset({"--log-info", "--access-log"})
 """Options that may stand alone; Triton gives its own a value, as a word of its own."""
 
 TRUTHS: Final = frozenset({"true", "false", "1", "0"})
+
+METAVARS: Final = {"INT": "N", "FLOAT": "SECONDS", "STR": "TEXT", "PATH": "FILE"}
+"""What stands for a value in help; all options that are floats are times."""
 
 WIDEST: Final = 100
 """Columns of help on a wide terminal."""
@@ -78,6 +81,7 @@ def _app() -> "App":
         name="trio-infer",
         help="An inference server that speaks Triton's HTTP interface: when the client leaves, the work stops.",
         version=f"trio-infer {__version__}",
+        usage="Usage: trio-infer serve [REPOSITORY...] [options]",
         config=SOURCES,
         help_format="plaintext",
         help_formatter=_Help(),
@@ -119,7 +123,7 @@ class _Help:
             return
         lines = [f"{panel.title}:"]
         for entry in panel.entries:
-            labels = ", ".join(entry.display_labels_with_metavar)
+            labels = _labels(entry)
             lines += [f"  {labels}", *_wrapped(_about(entry), console.width, "      ")]
         _print(console, "\n".join(lines) + "\n")
 
@@ -131,12 +135,20 @@ class _Help:
             _print(console, "\n".join(_wrapped(paragraph, console.width, "")) + "\n")
 
 
-def _about(entry: "HelpEntry") -> str:
-    text = _plain(entry.description)
-    text = f"{text[:1].upper()}{text[1:]}"
+def _labels(entry: "HelpEntry") -> str:
+    labels = ", ".join(entry.display_labels)
     if entry.choices:
-        text += f" [one of: {', '.join(entry.choices)}]"
-    return text if entry.default is None else f"{text} [default: {entry.default}]"
+        return f"{labels} {'|'.join(entry.choices)}"
+    return f"{labels} {METAVARS.get(entry.metavar, entry.metavar)}" if entry.metavar else labels
+
+
+def _about(entry: "HelpEntry") -> str:
+    text = _plain(entry.description).replace("*", "")
+    text = f"{text[:1].upper()}{text[1:]}"
+    if entry.default is None:
+        return text
+    default = entry.default.lower() if entry.default in {"True", "False"} else entry.default.removesuffix(".0")
+    return f"{text} [default: {default}]"
 
 
 def _plain(renderable: Any) -> str:
@@ -145,7 +157,6 @@ def _plain(renderable: Any) -> str:
 
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:
-    # Two words of one default or name stay whole on a narrow terminal, too.
     return textwrap.wrap(
         " ".join(text.split()),
         min(width, WIDEST),

@@ -1,9 +1,9 @@
 """The server's options: one class, from which flags, environment variables and the keys of a TOML file all come.
 
-`Options` is plain: make one in Python, or let the command make it. An attribute `http_port` is the flag `--http-port`, the
-variable `TRIO_INFER_HTTP_PORT` and the key `http-port`; its documentation is the flag's help, its default the default. The
-values in `Limits`, `DisconnectPolicy` and `Keepalive` are options of the same rank, without a prefix. What is said in
-several places is taken from the first of: flag, variable, file, default.
+`Options` is plain: make one in Python, or let the command make it. An attribute `http_port` is the flag `--http-port`,
+the variable `TRIO_INFER_HTTP_PORT` and the key `http-port`; its documentation is the flag's help, its default the
+default. The values in `Limits`, `DisconnectPolicy` and `Keepalive` are options of the same rank, without a prefix. What
+is said in several places is taken from the first of: flag, variable, file, default.
 
 The parsing is cyclopts'. Three things are added as *sources*, which cyclopts calls in turn with the arguments that have
 been found so far:
@@ -18,6 +18,7 @@ Each complaint is one line that names that place: `--http-port`, `TRIO_INFER_HTT
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
@@ -84,8 +85,14 @@ class Options:
 
     model_repository: Annotated[
         tuple[Path, ...],
-        Parameter(name=("--model-repository", "--model-store"), group=MODELS, negative=(), show_default=False),
-    ] = attrs.field(default=(), converter=tuple)
+        Parameter(
+            name=("--model-repository", "--model-store"),
+            group=MODELS,
+            negative=(),
+            show_default=False,
+            metavar="DIRECTORY",
+        ),
+    ] = ()
     http_address: Annotated[str, Parameter(group=_HTTP)] = "127.0.0.1"
     http_port: Annotated[int, Parameter(group=_HTTP)] = attrs.field(default=8000, validator=_port)
     id: Annotated[str, Parameter(group=_HTTP)] = "trio-infer"
@@ -144,6 +151,7 @@ def _read_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollectio
 def _check_values(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     for argument in arguments:
         field = _VALIDATED.get(argument.field_info.name)
+        _check_tokens(argument)
         if field is None or field.validator is None or not argument.tokens:
             continue
         value = argument.convert()
@@ -152,6 +160,18 @@ def _check_values(app: App, commands: tuple[str, ...], arguments: ArgumentCollec
         except ValueError as error:
             reason = str(error).removeprefix(field.name)
             raise SetupError(f"{_place(argument.tokens[-1])}{reason}") from error
+
+
+def _check_tokens(argument: Argument) -> None:
+    """Refuse what cyclopts is too obliging about: it rounds 1.5 to 2, and takes "" for the current directory."""
+    kind = argument.hint
+    for token in argument.tokens:
+        if kind is int and not re.fullmatch(r"[+-]?[0-9]+", token.value):
+            raise SetupError(f"{_place(token)} must be a whole number, got {token.value!r}")
+        if Path in (kind, *get_args(kind)) and not token.value:
+            raise SetupError(f"{_place(token)} must be a path, got nothing")
+        if token.index and get_origin(kind) is not tuple:
+            raise SetupError(f"{_place(token)} must be one value, got a list")
 
 
 def _named(name: str, arguments: ArgumentCollection) -> Argument | None:
@@ -185,7 +205,8 @@ def explain(error: CycloptsError) -> SetupError:
             expected = _expected(error.target_type)
             return SetupError(f"{_place(token)} must be {expected}, got {token.value!r}")
         case cyclopts.UnknownCommandError() if error.unused_tokens:
-            return SetupError(f"unknown command '{error.unused_tokens[0]}'; try: trio-infer serve, or trio-infer --help")
+            kind = "option" if error.unused_tokens[0].startswith("-") else "command"
+            return SetupError(f"unknown {kind} {error.unused_tokens[0]}; try: trio-infer serve, or: trio-infer --help")
     words = " ".join(str(error).split()).removesuffix(".")
     return SetupError(words if token is None else f"{_place(token)}: {words}")
 

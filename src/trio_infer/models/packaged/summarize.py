@@ -7,17 +7,18 @@ best are chosen one after the other, each by its rank less its likeness to those
 relevance, Carbonell & Goldstein 1998), since two central sentences often say the same thing. They are given in the
 order of the text.
 
-What it costs. Similarities are a product of a (sentences x words) matrix with its transpose; words that only one
-sentence has can't add to it and are left out. It is computed a few rows at a time with a checkpoint after each, and so
-is the walk, step by step: no part holds up the event loop for more than some milliseconds, and the client's leaving is
-noticed between any two. The bounds on the text keep the whole under a second, so it needs no thread.
+What it costs. Each word adds its share to the similarity of each two sentences that have it; a word that one sentence
+has, or every one, adds nothing and is left out. There is a checkpoint after each sentence, each word and each step of
+the walk, so no part holds up the event loop for long and the client's leaving is noticed between any two. The bounds on
+the text keep the whole well under a second, so it needs no thread.
 
-What it doesn't do: it writes no sentence of its own, knows no language but for the shape of its sentences, and a text of
-one topic in each sentence has no centre to find.
+What it doesn't do: it writes no sentence of its own, knows no language but for the shape of its sentences, and a text
+with a topic of its own in each sentence has no centre to find.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -44,8 +45,6 @@ MOST_ITERATIONS: Final = 100
 """With this damping the error is below 1e-7 after 100 steps whatever the graph."""
 NOVELTY: Final = 0.3
 """Weight of a sentence's unlikeness to those chosen before, against its rank."""
-ROWS: Final = 8
-"""Sentences compared with all others between two checkpoints: 5 ms at the bounds."""
 
 _END = re.compile(r"(?<=[.!?…])[\"'”’»)\]]*\s+|(?<=[。！？])\s*|\n\s*\n")
 _ABBREVIATION = re.compile(r"(?:\b(?:[A-Za-z]|Dr|Mr|Mrs|Ms|Prof|St|vs|cf|approx|Fig|No|vol|pp)|\b(?:e\.g|i\.e))\.$")
@@ -130,23 +129,24 @@ def _fold(word: str) -> str:
 
 async def _similarities(sentences: list[str]) -> Array:
     """Cosines between sentences' weighted words: (sentences, sentences), 0 on the diagonal."""
-    bags = [_words(sentence) for sentence in sentences]
-    document_frequency = Counter(word for bag in bags for word in bag)
     count = len(sentences)
-    weight = {word: np.log(count / frequency) for word, frequency in document_frequency.items()}
-    shared = [word for word, frequency in document_frequency.items() if 1 < frequency < count]
-    column = {word: index for index, word in enumerate(shared)}
-    matrix = np.zeros((count, len(shared)), np.float32)
+    bags: list[Counter[str]] = []
+    for sentence in sentences:
+        bags.append(_words(sentence))
+        await trio.lowlevel.checkpoint()
+    frequency = Counter(word for bag in bags for word in bag)
+    idf = {word: math.log(count / times) for word, times in frequency.items()}
+    postings: dict[str, tuple[list[int], list[float]]] = {}
     for row, bag in enumerate(bags):
-        norm = np.sqrt(sum((times * weight[word]) ** 2 for word, times in bag.items())) or 1.0
+        norm = math.sqrt(sum((times * idf[word]) ** 2 for word, times in bag.items())) or 1.0
         for word, times in bag.items():
-            if word in column:
-                matrix[row, column[word]] = times * weight[word] / norm
-        if row % ROWS == 0:
-            await trio.lowlevel.checkpoint()
-    similarity = np.empty((count, count), np.float32)
-    for row in range(0, count, ROWS):
-        similarity[row : row + ROWS] = matrix[row : row + ROWS] @ matrix.T
+            if 1 < frequency[word] < count:
+                rows, values = postings.setdefault(word, ([], []))
+                rows.append(row)
+                values.append(times * idf[word] / norm)
+    similarity = np.zeros((count, count))
+    for rows, values in postings.values():
+        similarity[np.ix_(rows, rows)] += np.outer(values, values)
         await trio.lowlevel.checkpoint()
     np.fill_diagonal(similarity, 0.0)
     return similarity
@@ -165,7 +165,8 @@ async def _ranks(similarity: Array) -> Array:
         await trio.lowlevel.checkpoint()
         if np.abs(ranks - before).sum() < TOLERANCE:
             break
-    return ranks / ranks.max()
+    share: Array = ranks / ranks.max()
+    return share
 
 
 def _choose(ranks: Array, similarity: Array, most: int) -> list[int]:
