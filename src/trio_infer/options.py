@@ -138,6 +138,7 @@ def _read_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollectio
     argument = _named("--config", arguments)
     if argument is None or not argument.tokens:
         return
+    _check_tokens(argument)
     path = Path(argument.tokens[-1].value)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -43,7 +43,7 @@ DAMPING: Final = 0.85
 TOLERANCE: Final = 1e-6
 MOST_ITERATIONS: Final = 100
 """With this damping the error is below 1e-7 after 100 steps whatever the graph."""
-NOVELTY: Final = 0.3
+NOVELTY: Final = 0.5
 """Weight of a sentence's unlikeness to those chosen before, against its rank."""
 
 _END = re.compile(r"(?<=[.!?…])[\"'”’»)\]]*\s+|(?<=[。！？])\s*|\n\s*\n")
