@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from support import Client, Failing, Streamer, Ticker, get, infer_ticks, post, serving
 
+from support import Client, Failing, Streamer, Ticker, get, infer_ticks, post, serving
 from trio_infer import Limits
 
 
