@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
-from support import get, post, serving
 
+from support import get, post, serving
 from trio_infer import InferError, InferRequest
 from trio_infer.models.packaged import Summarize, packaged_models
 from trio_infer.models.packaged.summarize import MOST_BYTES, MOST_SENTENCES, split_sentences

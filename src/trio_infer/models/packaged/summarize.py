@@ -3,9 +3,9 @@
 How it works. Each sentence is a bag of words, weighted by how rare a word is in this text (idf). Two sentences are as
 similar as the angle between their vectors is small. A random walker who goes from sentence to similar sentence ends up
 most often at the central ones (TextRank, Mihalcea & Tarau 2004: PageRank on that graph, damping 0.85). Of these the
-best are chosen one after the other, each by its rank less its likeness to those chosen before (maximal marginal
-relevance, Carbonell & Goldstein 1998), since two central sentences often say the same thing. They are given in the
-order of the text.
+best are chosen one after the other, each by its rank times its unlikeness to those chosen before (after maximal
+marginal relevance, Carbonell & Goldstein 1998), since two central sentences often say the same thing. They are given in
+the order of the text.
 
 What it costs. Each word adds its share to the similarity of each two sentences that have it; a word that one sentence
 has, or every one, adds nothing and is left out. There is a checkpoint after each sentence, each word and each step of
@@ -43,8 +43,6 @@ DAMPING: Final = 0.85
 TOLERANCE: Final = 1e-6
 MOST_ITERATIONS: Final = 100
 """With this damping the error is below 1e-7 after 100 steps whatever the graph."""
-NOVELTY: Final = 0.5
-"""Weight of a sentence's unlikeness to those chosen before, against its rank."""
 
 _END = re.compile(r"(?<=[.!?…])[\"'”’»)\]]*\s+|(?<=[。！？])\s*|\n\s*\n")
 _ABBREVIATION = re.compile(r"(?:\b(?:[A-Za-z]|Dr|Mr|Mrs|Ms|Prof|St|vs|cf|approx|Fig|No|vol|pp)|\b(?:e\.g|i\.e))\.$")
@@ -175,7 +173,7 @@ def _choose(ranks: Array, similarity: Array, most: int) -> list[int]:
     left = np.ones(len(ranks), bool)
     likeness = np.zeros(len(ranks))
     while len(chosen) < min(most, len(ranks)):
-        score = (1.0 - NOVELTY) * ranks - NOVELTY * likeness
+        score = ranks * (1.0 - likeness)
         best = int(np.argmax(np.where(left, score, -np.inf)))
         chosen.append(best)
         left[best] = False
