@@ -1,7 +1,7 @@
 """One HTTP/1.1 connection: h11 for the grammar, a transport for the bytes, deadlines for the patience.
 
 h11 does no I/O, trio knows no HTTP, and this is the thin place where they meet: events in, events out, in one task.
-Three things are more than glue.
+Some things are more than glue.
 
 *Large bodies go round h11.* h11 is fed copies and hands out copies; a 16 MiB tensor would be copied four times. A body
 whose `Content-Length` is 64 KiB or more is therefore received straight into its final buffer by `recv_into` (one copy,
@@ -9,37 +9,37 @@ the kernel's). h11 never learns that the body has ended, so the next cycle start
 is lost by that, since exactly the body's bytes were taken from the socket. Answers go out the same way: h11 passes a
 `Data` event's buffer through untouched.
 
-*One deadline a connection.* A cancel scope per phase would cost 11 us each, four a request. Instead the scope that
-wraps
-the whole conversation has its deadline moved, only when the task is about to sleep: `Pace` knows which limit is
-running, and so what its expiry means (`Waiting`).
+*Nothing depends on how TCP cuts the bytes.* Where h11 lets it show, it is evened out here: h11 bounds a head only
+while it is incomplete, so a head that came in one segment is measured once more; a blank line before a request is
+passed over (RFC 9112, section 2.2), wherever it was cut.
 
 *Closing so that the last answer arrives.* Closing a socket with unread bytes sends a reset, and a reset makes the
 client's kernel throw away what it had not read yet, our refusal included. `close` then half-closes first and throws
 away what still comes, for a while (RFC 9112, section 9.6).
+
+An answer that was cut off in mid-send can't be added to: whatever is sent after it would be taken for its rest. So the
+connection remembers that, and sends nothing more.
+
+Not done: keep-alive for HTTP/1.0, since h11 always closes then; requests answered out of order.
 """
 
 from __future__ import annotations
 
-import enum
-import math
-import time
 from collections.abc import Sequence
-from email.utils import formatdate
-from http import HTTPStatus
-from typing import Final, TypeAlias
+from typing import Final
 
 import h11
 import trio
 
 from trio_infer.errors import InferError
 from trio_infer.limits import Limits
+from trio_infer.wire.buffers import Buffer
+from trio_infer.wire.headers import REASONS, Headers, framing, http_date
+from trio_infer.wire.pace import Pace
 from trio_infer.wire.sights import Sight
-from trio_infer.wire.transport import BeforeWait, Buffer, Departed, Transport
+from trio_infer.wire.transport import BeforeWait, Departed, Transport
 
-__all__ = ["Connection", "Headers", "Pace", "Waiting"]
-
-Headers: TypeAlias = "list[tuple[str, str]]"
+__all__ = ["Connection"]
 
 STRAIGHT: Final = 64 * 1024
 """A body of so many bytes or more goes round h11; a smaller one mostly comes in the same segment as its head."""
@@ -52,55 +52,6 @@ MAX_CHUNKS: Final = 65_536
 
 BREATHER: Final = 64
 """Chunks between two checkpoints: h11 takes 13 us a chunk, and one segment may hold ten thousand."""
-
-
-class Waiting(enum.Enum):
-    """What a connection is waiting for, and so what it means if that takes too long."""
-
-    NOTHING = "nothing"
-    REQUEST = "the next request"
-    HEAD = "the rest of the request's headers"
-    BODY = "the rest of the request's body"
-    READER = "the client to read its answer"
-
-
-class Pace:
-    """The connection's one deadline, moved from limit to limit.
-
-    Args:
-        scope: wraps the whole conversation; expiring, it ends that.
-        limits: the seconds.
-    """
-
-    __slots__ = ("_by", "_limits", "_scope", "waiting")
-
-    def __init__(self, scope: trio.CancelScope, limits: Limits) -> None:
-        self._scope = scope
-        self._limits = limits
-        self.waiting = Waiting.NOTHING
-
-    def idle(self) -> None:
-        self._start(Waiting.REQUEST, self._limits.idle_timeout)
-
-    def head(self) -> None:
-        if self.waiting is not Waiting.HEAD:  # counted from the first byte, not between two
-            self._start(Waiting.HEAD, self._limits.header_timeout)
-
-    def body(self) -> None:
-        self._start(Waiting.BODY, self._limits.body_timeout)
-
-    def reader(self) -> None:
-        self._start(Waiting.READER, self._limits.write_timeout)
-
-    def rest(self) -> None:
-        """No limit runs."""
-        if self.waiting is not Waiting.NOTHING:
-            self.waiting = Waiting.NOTHING
-            self._scope.deadline = math.inf
-
-    def _start(self, waiting: Waiting, seconds: float) -> None:
-        self.waiting = waiting
-        self._scope.deadline = trio.current_time() + seconds
 
 
 class Connection:
@@ -118,9 +69,13 @@ class Connection:
         self._limits = limits
         self._h11 = self._fresh()
         self._request: h11.Request | None = None
+        self.content_length: int | None = 0
+        """Bytes of the body in hand, 0 if it has none; None if it comes in chunks and nobody knows."""
         self._body_read = False
         self._chunks = 0
         self._went_round = False
+        self._cut = False
+        """Whether a part of an answer may have been sent, and its rest will not be."""
         self._overtaken = b""
         """Bytes of a next request that came with a body that went round h11."""
         self.last = False
@@ -149,15 +104,26 @@ class Connection:
         if not self.transport.waited:
             await trio.lowlevel.checkpoint()  # a client that pipelines must not keep the others waiting
         self.transport.waited = False
-        if not self.pipelined:
+        while not self._has_begun():
             try:
                 data = await self.transport.receive(self.pace.idle)
             except Departed:
                 return False
             if not data:
                 return False
+            await self.pace.heed()
             self._h11.receive_data(data)
         return True
+
+    def _has_begun(self) -> bool:
+        """Whether more is here than blank lines, which old clients send behind a body; they are dropped."""
+        data = self._h11.trailing_data[0]
+        if data.startswith((b"\r", b"\n")):
+            data = data.lstrip(b"\r\n")
+            self._h11 = self._fresh()
+            if data:
+                self._h11.receive_data(data)
+        return bool(data)
 
     @property
     def pipelined(self) -> bool:
@@ -172,26 +138,20 @@ class Connection:
             InferError: it is not HTTP (400), or too large (431).
         """
         while True:
+            held = len(self._h11.trailing_data[0])
             event = self._next_event()
             if isinstance(event, h11.Request):
                 self.pace.rest()
                 self._request = event
+                self.content_length, ambiguous = framing(event.headers)
+                self.last |= ambiguous  # a proxy on the way may have thought otherwise (RFC 9112, section 6.1)
+                if held - len(self._h11.trailing_data[0]) > self._limits.max_header_size:
+                    self.last = True
+                    raise InferError("malformed HTTP request: its headers are too long", status=431)
                 return event
             if event is not h11.NEED_DATA:
                 raise Departed
             await self._receive(self.pace.head)
-
-    @property
-    def content_length(self) -> int | None:
-        """Bytes of the body in hand, 0 if it has none; None if it comes in chunks and nobody knows."""
-        assert self._request is not None
-        length = 0
-        for name, value in self._request.headers:
-            if name == b"transfer-encoding":  # h11: wins over a Content-Length
-                return None
-            if name == b"content-length":
-                length = int(value)
-        return length
 
     async def read_body(self, limit: int, too_large: InferError) -> bytearray:
         """The whole body of the request in hand; sends `100 Continue` first if the client waits for that.
@@ -234,6 +194,7 @@ class Connection:
             size = await self.transport.receive_into(view[got:], self.pace.body)
             if not size:
                 raise Departed
+            await self.pace.heed()
             got += size
         return body
 
@@ -261,6 +222,7 @@ class Connection:
         data = await self.transport.receive(before_wait)
         if not data:
             raise Departed
+        await self.pace.heed()
         self._h11.receive_data(data)
 
     def _next_event(self) -> object:
@@ -301,28 +263,39 @@ class Connection:
         if self.last or not self._reusable():
             self.last = True
             headers = [*headers, ("connection", "close")]
-        headers = [*headers, ("date", _http_date())]
-        response = h11.Response(status_code=status, headers=headers, reason=_REASONS.get(status, b""))
+        headers = [*headers, ("date", http_date())]
+        response = h11.Response(status_code=status, headers=headers, reason=REASONS.get(status, b""))
         return self._h11.send_with_data_passthrough(response) or []
 
     def _reusable(self) -> bool:
         """Whether the request in hand leaves the connection at a place from which another can be read."""
+        if self._all_read:
+            return True
+        if self._request is None or self._went_round or self._h11.they_are_waiting_for_100_continue:
+            return False
+        length = self.content_length if self._h11.their_state is h11.SEND_BODY else None
+        return length is not None and length <= DRAIN
+
+    @property
+    def _all_read(self) -> bool:
+        """Whether the request in hand has been received to its end."""
         if self._request is None or self._h11.their_state is h11.ERROR:
             return False
-        if self._body_read or self._h11.their_state is not h11.SEND_BODY:
-            return True
-        if self._went_round or self._h11.they_are_waiting_for_100_continue:
-            return False
-        length = self.content_length
-        return length is not None and length <= DRAIN
+        return self._body_read or self.content_length == 0 or self._h11.their_state is not h11.SEND_BODY
 
     async def _send_event(self, event: h11.Event) -> None:
         await self._send(self._h11.send_with_data_passthrough(event) or [])
 
     async def _send(self, buffers: Sequence[Buffer]) -> None:
-        if buffers:
-            await self.transport.send(buffers, self.pace.reader)
-            self.pace.rest()
+        if not buffers:
+            return
+        if self._cut:
+            raise Departed
+        self._cut = True
+        await self.transport.send(buffers, self.pace.reader)
+        await self.pace.heed()
+        self._cut = False
+        self.pace.rest()
 
     # -- Going on, or closing ---------------------------------------------------------------------------------------
 
@@ -351,7 +324,7 @@ class Connection:
             if self._h11.their_state is not h11.DONE:
                 return False
             self._h11.start_next_cycle()
-        self._request = None
+        self._request, self.content_length = None, 0
         self._went_round = self._body_read = False
         self._overtaken, self._chunks = b"", 0
         return True
@@ -362,7 +335,8 @@ class Connection:
         Cancellation: closes at once.
         """
         try:
-            if self._h11.our_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED) and self._unread():
+            answered = self._h11.our_state in (h11.DONE, h11.MUST_CLOSE) and not self._cut
+            if answered and (not self._all_read or self.pipelined or self.transport.look() is Sight.DATA):
                 with trio.move_on_after(self._limits.linger_timeout):
                     await self.transport.send_eof()
                     while await self.transport.receive(lambda: None):
@@ -371,20 +345,3 @@ class Connection:
             pass
         finally:
             await self.transport.aclose()
-
-    def _unread(self) -> bool:
-        sending = self._h11.their_state is h11.SEND_BODY and not self._body_read and self.content_length != 0
-        return sending or self._h11.their_state is h11.ERROR or self.transport.look() is Sight.DATA
-
-
-_REASONS: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
-_date: tuple[int, str] = (0, "")
-
-
-def _http_date() -> str:
-    """The `Date` header, made once a second."""
-    global _date
-    now = int(time.time())
-    if _date[0] != now:
-        _date = (now, formatdate(now, usegmt=True))
-    return _date[1]

@@ -29,10 +29,13 @@ from trio_infer.errors import BadJSONError, ErrorCode, InferError
 from trio_infer.lifecycle import CancelReason, Life, LifeWatcher, Phase
 from trio_infer.limits import DisconnectPolicy, Limits
 from trio_infer.protocol.jsontext import error_json
-from trio_infer.wire.connection import Connection, Headers, Pace, Waiting
+from trio_infer.wire.buffers import Buffer
+from trio_infer.wire.connection import Connection
+from trio_infer.wire.headers import Headers
+from trio_infer.wire.pace import Pace, Waiting
 from trio_infer.wire.sentinel import Sentinel
 from trio_infer.wire.sights import Sight
-from trio_infer.wire.transport import Buffer, Departed, open_transport
+from trio_infer.wire.transport import Departed, open_transport
 
 _Args = TypeVarTuple("_Args")
 
@@ -118,6 +121,7 @@ class Exchange:
         Args:
             failed: it tells of an error, whatever its status says.
         """
+        await self._stop_if_cancelled()
         self.life.advance(Phase.SENDING)
         self.life.status = status
         await self._deliver(self._connection.respond, status, headers, buffers)
@@ -129,6 +133,7 @@ class Exchange:
         Args:
             last_words: makes the part that says an error's message, should the stream have to end with one.
         """
+        await self._stop_if_cancelled()
         self.life.advance(Phase.STREAMING)
         self.life.status = status
         self.streaming, self._last_words = True, last_words
@@ -157,10 +162,13 @@ class Exchange:
             await self.send_part(last_words(message))
             await self.end_stream(failed=True)
 
+    async def _stop_if_cancelled(self) -> None:
+        if self.life.cancelled:  # nothing more is written, except outside the life's scope: as a farewell
+            await trio.lowlevel.checkpoint()
+
     async def _deliver(self, send: Callable[[*_Args], Awaitable[None]], *args: *_Args) -> None:
         """Send, unless nobody is there: then leave, or if the work is to be finished all the same, go on without."""
-        if self.life.cancelled:
-            await trio.lowlevel.checkpoint()  # inside the request's scope this raises: nothing is written any more
+        await self._stop_if_cancelled()
         if self._finishes and not self._undelivered:
             self._undelivered = self._client_has_gone()
         if self._undelivered:
@@ -172,6 +180,10 @@ class Exchange:
             if not self._finishes:
                 raise
             self._undelivered = self._connection.last = True
+        except trio.Cancelled:
+            if self._connection.pace.stalled:
+                self.life.cancel(CancelReason.STALLED)
+            raise
 
     def _client_has_gone(self) -> bool:
         """Nobody has watched, and the first write after a FIN would seem to succeed: so look once."""
@@ -207,19 +219,21 @@ class Conversation:
 
         Cancellation: the request in hand ends as cancelled by shutdown; the connection is closed at once.
         """
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.sentinel.run)
-            try:
-                with self._scope:
-                    await self._converse()
-                if self._scope.cancelled_caught:
-                    await self._out_of_patience()
-            except Departed:
-                pass
-            finally:
-                self._finish_life()
-                await self.connection.close()
-                nursery.cancel_scope.cancel()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.sentinel.run)
+                try:
+                    with self._scope:
+                        await self._converse()
+                    if self._scope.cancelled_caught:
+                        await self._out_of_patience()
+                except Departed:
+                    self.abort(CancelReason.DISCONNECTED)
+                finally:
+                    self._finish_life()
+                    nursery.cancel_scope.cancel()
+        finally:  # the sentinel has ended: closing may read
+            await self.connection.close()
 
     # -- Shutdown ---------------------------------------------------------------------------------------------------
 
@@ -241,9 +255,9 @@ class Conversation:
         await self.connection.open()
         while await self.connection.wait_for_request():
             await self._answer_one()
+            await self.sentinel.aside()
             if not await self.connection.next_cycle():
                 return
-            await self.sentinel.aside()
 
     async def _answer_one(self) -> None:
         life = self._life = Life(self.settings.watchers)
@@ -260,6 +274,12 @@ class Conversation:
                 life.cancel(CancelReason.DISCONNECTED)
             except Exception as error:
                 await self._answer_error(unwrap(error))
+            except BaseExceptionGroup as group:  # from a model's nursery
+                stopped, rest = group.split(trio.Cancelled)
+                if stopped is None or not isinstance(rest, ExceptionGroup):
+                    raise
+                _log_bug(life, unwrap(rest))
+                raise stopped from None
         if life.reason is CancelReason.SHUTDOWN:
             await self._say_farewell()
         self._finish_life()
