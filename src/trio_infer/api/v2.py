@@ -7,9 +7,11 @@ guard, from the moment its body is read to the last byte of its answer.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final, TypeVar, TypeVarTuple
 
 import attrs
+import numpy as np
 import trio
 
 from trio_infer._version import __version__
@@ -17,11 +19,11 @@ from trio_infer.api.generate import answer_generate, answer_generate_stream
 from trio_infer.api.routes import Route, find_route
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.limits import Limits
-from trio_infer.protocol.compression import Decompressor, choose_encoding, compress
+from trio_infer.protocol.compression import Decompressor, choose_encoding, compress, parse_content_encoding
 from trio_infer.protocol.infer import decode_request, encode_response, parse_header_length
 from trio_infer.protocol.jsontext import dumps
 from trio_infer.protocol.metadata import model_metadata, server_metadata
-from trio_infer.protocol.values import InferResponse
+from trio_infer.protocol.values import InferResponse, ResponsePlan
 from trio_infer.scheduling.catalog import Catalog, ServedModel
 from trio_infer.wire.serve import JSON, Exchange
 
@@ -33,8 +35,9 @@ _Args = TypeVarTuple("_Args")
 EXTENSIONS: Final = ("model_configuration", "binary_tensor_data", "parameters")
 """The protocol's extensions that are served."""
 
-OFF_THE_LOOP: Final = 64 * 1024
-"""Bytes from which (de)compression goes to a thread: zlib takes some 10 ms a MiB, and lets go of the GIL."""
+OFF_THE_LOOP: Final = 256 * 1024
+"""Bytes of JSON or of compressed data from which decoding and encoding go to a thread, so that other connections are
+heard meanwhile: JSON takes some 20 ms a MiB, zlib 10."""
 
 HEADER_LENGTH: Final = "inference-header-content-length"
 
@@ -107,12 +110,13 @@ class V2:
         given_length = exchange.header(HEADER_LENGTH.encode())
         body = await self._body(exchange, binary=given_length not in (None, "0"))
         with exchange.guard(model.on_disconnect):
-            request, plan = decode_request(
+            header_length = parse_header_length(given_length, len(body))
+            request, plan = await _off_the_loop(
+                len(body) if header_length is None else header_length,
+                partial(decode_request, limits=self.limits, is_cancelled=lambda: life.cancelled),
                 body,
-                parse_header_length(given_length, len(body)),
+                header_length,
                 signature,
-                limits=self.limits,
-                is_cancelled=lambda: life.cancelled,
             )
             life.request_id = request.id
             responses: list[InferResponse] = []
@@ -123,14 +127,17 @@ class V2:
             await model.infer(life, request, keep)
             if len(responses) != 1:
                 raise InferError(f"expected a single response, got {len(responses)}", ErrorCode.INTERNAL)
-            encoded = encode_response(responses[0], request, plan, signature)
-            if encoded.header_length is None:
-                headers = [JSON]
-            else:
-                headers = [
-                    ("content-type", "application/octet-stream"),
-                    (HEADER_LENGTH, str(encoded.header_length)),
-                ]
+            encoded = await _off_the_loop(
+                _json_size(responses[0], plan),
+                encode_response,
+                responses[0],
+                request,
+                plan,
+                signature,
+            )
+            headers = [("content-type", encoded.content_type)]
+            if encoded.header_length is not None:
+                headers.append((HEADER_LENGTH, str(encoded.header_length)))
             buffers = encoded.buffers
             encoding = choose_encoding(exchange.header(b"accept-encoding"))
             if encoding is not None:
@@ -163,16 +170,15 @@ class V2:
         Args:
             binary: it announces binary tensors, on which Triton has no limit and we have a larger one.
         """
-        encoding = (exchange.header(b"content-encoding") or "identity").strip().lower()
+        encoding = parse_content_encoding(exchange.header(b"content-encoding"))  # refuses unknown ones, unread
         limits = self.limits
-        if binary and encoding == "identity":
+        if binary and encoding is None:
             return await exchange.body(limits.max_body_size, _too_large(exchange, limits.max_body_size, 413))
         too_large = _too_large(exchange, limits.http_max_input_size, 400)
-        if encoding == "identity":
-            return await exchange.body(limits.http_max_input_size, too_large)
-        decompressor = Decompressor(encoding, limits.http_max_input_size)  # refuses unknown encodings, unread
         body = await exchange.body(limits.http_max_input_size, too_large)
-        return await _off_the_loop(len(body), _decompress, decompressor, body)
+        if encoding is None:
+            return body
+        return await _off_the_loop(len(body), _decompress, Decompressor(encoding, limits.http_max_input_size), body)
 
 
 PLAIN: Final = [("content-type", "text/plain")]
@@ -203,6 +209,12 @@ def _too_large(exchange: Exchange, limit: int, status: int) -> InferError:
         f"Use {option} to increase the limit.",
         status=status,
     )
+
+
+def _json_size(response: InferResponse, plan: ResponsePlan) -> int:
+    """About how many bytes of the response go as JSON."""
+    arrays = (array for name, array in response.outputs.items() if not plan.is_binary(name))
+    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
 def _decompress(decompressor: Decompressor, body: bytearray) -> bytearray:

@@ -190,18 +190,11 @@ def _read_outputs(members: list[Any], signature: Signature, request_id: str) -> 
 
 def _check_sendable(plan: ResponsePlan, signature: Signature) -> None:
     for spec in signature.outputs:
-        if not spec.datatype.in_json and not _binary(plan, spec.name):
+        if not spec.datatype.in_json and not plan.is_binary(spec.name):
             raise InferError(
                 f"sending {spec.datatype.value} data via JSON is not supported. "
                 f"Please use the binary data format for output {spec.name}"
             )
-
-
-def _binary(plan: ResponsePlan, name: str) -> bool:
-    """Whether an output goes as bytes; true also for one that doesn't go at all."""
-    if not plan.outputs:
-        return plan.binary_default
-    return all(output.binary for output in plan.outputs if output.name == name)
 
 
 def encode_response(
@@ -225,7 +218,7 @@ def encode_response(
     buffers: list[bytes | memoryview] = []
     for spec, array in select(response, request.requested_outputs, signature):
         entry: dict[str, Any] = {"name": spec.name, "datatype": spec.datatype.value, "shape": list(array.shape)}
-        if _binary(plan, spec.name):
+        if plan.is_binary(spec.name):
             buffer = to_buffer(array, spec.datatype, spec.name)
             entry["parameters"] = {"binary_data_size": len(buffer)}
             if len(buffer):

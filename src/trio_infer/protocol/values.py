@@ -133,3 +133,9 @@ class ResponsePlan:
 
     outputs: tuple[RequestedOutput, ...] = ()
     binary_default: bool = False
+
+    def is_binary(self, name: str) -> bool:
+        """Whether an output goes as bytes; true also for one that doesn't go at all."""
+        if not self.outputs:
+            return self.binary_default
+        return all(output.binary for output in self.outputs if output.name == name)
