@@ -76,7 +76,7 @@ class Work:
         self._started = self._executing = False
         self._promised = decoupled
         self._put = 0
-        self._final = self._dropped = self._left = self._over = False
+        self._final = self._said_final = self._dropped = self._left = self._over = False
         self._news = trio.Event()
         instance.begin()
 
@@ -126,8 +126,10 @@ class Work:
             ValueError: the model may not send this; says why.
         """
         with self._lock:
+            if self._said_final:
+                raise ValueError("The final flag was sent before.")
             if self._final and not self._left:
-                raise ValueError("The final flag was sent before, or execute() has failed or given its response.")
+                raise ValueError("execute() has failed, or has given its response.")
             if not self._decoupled and response is not None and self._put:
                 raise ValueError("A model that is not decoupled has one response a request.")
             if not self._decoupled and final and response is None and not self._put:
@@ -138,7 +140,8 @@ class Work:
                     self._lock.wait()
                 if not self._left:
                     self._waiting.append(response)
-            self._final = self._final or final
+            if final:
+                self._final = self._said_final = True
         self._tell()
 
     def drop(self) -> None:
