@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -16,8 +16,8 @@ import trio
 import tritonclient.http
 import tritonclient.http.aio
 import tritonclient.utils
-from support import Echo, Failing, Served, Streamer, Ticker, serving
 
+from support import Echo, Failing, Served, Streamer, Ticker, serving
 from trio_infer import Datatype, InferRequest, Model, TensorSpec
 
 VALUES: dict[str, np.ndarray[Any, Any]] = {
@@ -147,9 +147,7 @@ async def test_errors_come_as_the_clients_own_exception_with_status_and_text() -
 async def test_many_requests_at_once_through_async_infer() -> None:
     def run() -> None:
         with tritonclient.http.InferenceServerClient(f"127.0.0.1:{served.port}", concurrency=8) as client:
-            pending = []
-            for ticks in range(8):
-                pending.append(client.async_infer("ticker", [ticks_input(ticks % 3)]))
+            pending = [client.async_infer("ticker", [ticks_input(ticks % 3)]) for ticks in range(8)]
             assert [int(item.get_result().as_numpy("ticks")[0]) for item in pending] == [0, 1, 2, 0, 1, 2, 0, 1]
 
     async with serving(Ticker()) as served:
@@ -204,7 +202,9 @@ async def test_a_client_process_that_is_killed_frees_the_server() -> None:
     )
     model = Ticker()
     async with serving(model) as served:
-        with subprocess.Popen([sys.executable, "-c", script, str(served.port)]) as process:
+        async with trio.open_nursery() as nursery:
+            run = partial(trio.run_process, [sys.executable, "-c", script, str(served.port)], check=False)
+            process = await nursery.start(run)
             await model.started.wait()
             process.kill()
             with trio.fail_after(5):

@@ -16,7 +16,7 @@ class MemoryListener(trio.abc.Listener[trio.abc.Stream]):
     def __init__(self) -> None:
         self._send, self._receive = trio.open_memory_channel[trio.abc.Stream](math.inf)
 
-    def connect(self) -> trio.StapledStream[trio.abc.SendStream, trio.abc.ReceiveStream]:
+    def connect(self) -> trio.abc.HalfCloseableStream:
         """A new connection; the client's end of it.
 
         Raises:
