@@ -203,13 +203,13 @@ class Connection:
         while self._h11.their_state is h11.SEND_BODY:
             event = self._next_event()
             if isinstance(event, h11.Data):
-                self._chunks += event.chunk_start
+                self._chunks += event.chunk_end  # h11 misses a start that comes at the end of a segment
                 if self._chunks > MAX_CHUNKS:
                     raise InferError(
                         f"Chunked request body exceeds maximum of {MAX_CHUNKS} non-empty chunks. "
                         "Send fewer or larger HTTP chunks."
                     )
-                if event.chunk_start and self._chunks % BREATHER == 0:
+                if event.chunk_end and self._chunks % BREATHER == 0:
                     await trio.lowlevel.checkpoint()
                 return event.data
             if event is h11.NEED_DATA:
