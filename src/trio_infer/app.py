@@ -36,7 +36,7 @@ from trio_infer.wire.listeners import cannot_listen
 
 __all__ = ["run"]
 
-logger = logging.getLogger("trio_infer")
+logger: logging.Logger = logging.getLogger("trio_infer")
 
 OTHER_FILES: Final = 64
 """Descriptors besides connections: the listeners, trio's own, the interpreter's, some for the models."""

@@ -59,7 +59,7 @@ class InferError(Exception):
         super().__init__(message)
         self.message = message
         self.code = code
-        self.status = code.status if status is None else status
+        self.status: int = code.status if status is None else status
 
 
 class BadJSONError(InferError):

@@ -131,15 +131,17 @@ class Life:
 
     def __init__(self, watchers: Sequence[LifeWatcher] = (), *, label: str = "") -> None:
         self._watchers = watchers
-        self.label = label
-        self.phase = Phase.RECEIVING
+        self.label: str = label
+        self.phase: Phase = Phase.RECEIVING
         self.outcome: Outcome | None = None
         self.reason: CancelReason | None = None
         self.struck: Phase | None = None
-        self.status = 0
-        self.model = self.version = self.request_id = ""
-        self.entered = {Phase.RECEIVING: time.perf_counter_ns()}
-        self.ended = 0
+        self.status: int = 0
+        self.model: str = ""
+        self.version: str = ""
+        self.request_id: str = ""
+        self.entered: dict[Phase, int] = {Phase.RECEIVING: time.perf_counter_ns()}
+        self.ended: int = 0
         self.canceller: Callable[[CancelReason], None] | None = None
         for watcher in watchers:
             watcher.life_moved(self, None)

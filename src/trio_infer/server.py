@@ -35,7 +35,7 @@ from trio_infer.wire.transport import HAS_EPOLL
 
 __all__ = ["Address", "Server", "ServerStatistics"]
 
-logger = logging.getLogger("trio_infer")
+logger: logging.Logger = logging.getLogger("trio_infer")
 
 LAST_WORDS: Final = 1.5
 """Seconds for clients to take the answers to requests that were stopped; a little more than each of them has."""

@@ -1,9 +1,9 @@
 """Models written for this server: an async function, under trio's own cancellation.
 
-A model is an object. What it takes and gives is said by plain attributes, so that attrs classes, dataclasses and ordinary
-classes all do; what it does is `infer`, either `async def ... return` (one response) or `async def ... yield` (any
-number). Cancellation is trio's: when the client leaves, the `await` that `infer` is in raises `trio.Cancelled`, and an
-async generator is closed, in the task that iterates it.
+A model is an object. What it takes and gives is said by plain attributes, so that attrs classes, dataclasses and
+ordinary classes all do; what it does is `infer`, either `async def ... return` (one response) or `async def ...
+yield` (any number). Cancellation is trio's: when the client leaves, the `await` that `infer` is in raises
+`trio.Cancelled`, and an async generator is closed, in the task that iterates it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Model:
         version: a positive number, as text.
         inputs, outputs: tensors with their datatypes and shapes (without the batch dimension).
         max_batch_size: 0 for no batch dimension; else the most rows a request may have.
-        instances: how many requests may be in `infer` at once; None (the default) for any number. Others wait in a FIFO.
+        instances: how many requests may be in `infer` at once; None (the default) for any number. Others wait in a
+            FIFO.
         on_disconnect: `"cancel"` or `"finish"`; None (the default) leaves it to the server.
     """
 
@@ -53,8 +54,8 @@ class Model:
         Raises:
             InferError: to choose the code and the words that the client gets.
 
-        Cancellation: the client's leaving raises `trio.Cancelled` at the next checkpoint. Clean-up in `finally` that awaits
-        is cancelled too, unless it is shielded; a shield must have a time limit.
+        Cancellation: the client's leaving raises `trio.Cancelled` at the next checkpoint. Clean-up in `finally` that
+        awaits is cancelled too, unless it is shielded; a shield must have a time limit.
         """
         raise NotImplementedError
 
@@ -92,8 +93,8 @@ class NativeRunner:
                 raise ModelLoadError(name, f"a tensor name is given twice in {names}")
         if model.instances is not None and model.instances < 1:
             raise ModelLoadError(name, f"`instances` must be at least 1 or None, got {model.instances}")
-        self.instances = model.instances
-        self.signature = Signature(
+        self.instances: int | None = model.instances
+        self.signature: Signature = Signature(
             name=name,
             version=str(model.version),
             inputs=tuple(model.inputs),
@@ -101,7 +102,7 @@ class NativeRunner:
             max_batch_size=model.max_batch_size,
             decoupled=self._streams,
         )
-        self.config = ModelConfig.of_signature(self.signature, instances=model.instances)
+        self.config: ModelConfig = ModelConfig.of_signature(self.signature, instances=model.instances)
 
     @property
     def on_disconnect(self) -> Literal["cancel", "finish"] | None:

@@ -1,8 +1,9 @@
 """The contract between whoever schedules a request and whatever runs it.
 
 A `Runner` is one loaded version of one model. It promises how it stops (`stops`), and it is honest about it: an
-`Instance` is taken from `begin` to `end` of the work itself, not of the task that waits for the work. A task can leave a
-thread that ignores its cancellation; the instance can't be given to the next request until that thread is done.
+`Instance` is taken from `begin` to `end` of the work itself, not of the task that waits for the work. A task can
+leave a thread that ignores its cancellation; the instance can't be given to the next request until that thread is
+done.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Send: TypeAlias = Callable[[InferResponse], Awaitable[None]]
 """Takes one response of a request on its way; returns when the next one may come (that is the backpressure)."""
 
 Stops: TypeAlias = Literal["checkpoint", "callback", "never"]
-"""Where a cancelled run ends: at trio's next checkpoint; when the model next asks `is_cancelled()`; only at its own end."""
+"""Where a cancelled run ends: at trio's next checkpoint; when the model next asks `is_cancelled()`; at its own end."""
 
 
 @attrs.define(eq=False)

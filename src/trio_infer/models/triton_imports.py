@@ -58,12 +58,12 @@ class ModelCode:
 
     def __init__(self, model: str, file: Path) -> None:
         self.model = model
-        self.file = file.absolute()
-        self.version_directory = self.file.parent
-        self.model_directory = self.version_directory.parent
+        self.file: Path = file.absolute()
+        self.version_directory: Path = self.file.parent
+        self.model_directory: Path = self.version_directory.parent
         self._key = f"{re.sub(r'[^0-9A-Za-z_]', '_', model)}_{next(_numbers)}"
-        self.package = f"{ROOT}.{self._key}"
-        self.path = [str(self.version_directory), str(self.model_directory)]
+        self.package: str = f"{ROOT}.{self._key}"
+        self.path: list[str] = [str(self.version_directory), str(self.model_directory)]
         self.builtins: dict[str, Any] = {**vars(builtins), "__import__": self._import}
 
     def load(self) -> ModuleType:

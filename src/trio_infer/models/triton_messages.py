@@ -78,7 +78,7 @@ class Outlet:
     def __init__(self, work: Work, encode: Callable[[InferenceResponse], InferResponse | InferError]) -> None:
         self._work = work
         self._encode = encode
-        self.promise = work.promise
+        self.promise: Callable[[], None] = work.promise
 
     def put(self, response: InferenceResponse | None, *, final: bool) -> None:
         """Pass a response on; waits while too many are on their way.
@@ -107,7 +107,7 @@ class InferenceResponseSender:
 
     def __init__(self, outlet: Outlet, is_cancelled: Callable[[], bool]) -> None:
         self._outlet = outlet
-        self.is_cancelled = is_cancelled
+        self.is_cancelled: Callable[[], bool] = is_cancelled
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """Send one response, or only the flag that no more will come.

@@ -40,7 +40,7 @@ from trio_infer.protocol.values import InferRequest, InferResponse, Signature
 
 __all__ = ["TritonPythonRunner"]
 
-log = logging.getLogger("trio_infer.models")
+log: logging.Logger = logging.getLogger("trio_infer.models")
 
 
 class TritonPythonRunner:
@@ -69,8 +69,8 @@ class TritonPythonRunner:
         auto_complete: bool = True,
         deaf_after: float = 1.0,
     ) -> None:
-        self.config = config
-        self.directory = directory.absolute()
+        self.config: ModelConfig = config
+        self.directory: Path = directory.absolute()
         self.version = version
         self._auto_complete = auto_complete
         self._deaf_after = deaf_after
@@ -80,6 +80,7 @@ class TritonPythonRunner:
         self._closing = False
         self._works: set[Work] = set()
         self._idle = trio.Event()
+        self.signature: Signature
         self._read_config()
 
     def _read_config(self) -> None:

@@ -38,7 +38,7 @@ from trio_infer.protocol.values import InferResponse
 __all__ = ["LIMIT", "Work"]
 
 LIMIT: Final = 8
-log = logging.getLogger("trio_infer.models")
+log: logging.Logger = logging.getLogger("trio_infer.models")
 
 
 class Work:

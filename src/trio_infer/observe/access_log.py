@@ -11,7 +11,7 @@ from trio_infer.lifecycle import Life, Outcome, Phase
 
 __all__ = ["AccessLog"]
 
-logger = logging.getLogger("trio_infer.access")
+logger: logging.Logger = logging.getLogger("trio_infer.access")
 
 
 class AccessLog:

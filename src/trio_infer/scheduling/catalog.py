@@ -8,7 +8,8 @@ from typing import Literal
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.lifecycle import Life, Phase
 from trio_infer.models.runner import Runner, Send
-from trio_infer.protocol.values import InferRequest
+from trio_infer.protocol.model_config import ModelConfig
+from trio_infer.protocol.values import InferRequest, Signature
 from trio_infer.scheduling.ticket import InstanceQueue, QueueStatistics
 
 __all__ = ["Catalog", "ServedModel"]
@@ -24,8 +25,10 @@ class ServedModel:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._queue = InstanceQueue(runner.instances)
-        self.ready = False
+        self.ready: bool = False
         self._begun = False
+        self.signature: Signature
+        self.config: ModelConfig
         self.refresh()
 
     def refresh(self) -> None:

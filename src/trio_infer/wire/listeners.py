@@ -16,7 +16,7 @@ from trio_infer.limits import Keepalive
 
 __all__ = ["accept_forever", "cannot_listen", "open_listeners", "set_keepalive"]
 
-logger = logging.getLogger("trio_infer.wire")
+logger: logging.Logger = logging.getLogger("trio_infer.wire")
 
 BACKLOG: Final = 4096
 """Connections that wait to be accepted (Linux's own cap since 5.4; trio's default of 65,535 is cut to that)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from trio_infer.errors import InferError
@@ -17,11 +18,11 @@ class Identity(Model):
     """Each input comes back, unchanged, as the output of the matching name; at least one must be there."""
 
     name = "identity"
-    inputs = (
+    inputs: Sequence[TensorSpec] = (
         TensorSpec("INPUT", "FP32", (-1,), optional=True),
         TensorSpec("BYTES_INPUT", "BYTES", (-1,), optional=True),
     )
-    outputs = (TensorSpec("OUTPUT", "FP32", (-1,)), TensorSpec("BYTES_OUTPUT", "BYTES", (-1,)))
+    outputs: Sequence[TensorSpec] = (TensorSpec("OUTPUT", "FP32", (-1,)), TensorSpec("BYTES_OUTPUT", "BYTES", (-1,)))
 
     async def infer(self, request: InferRequest) -> dict[str, Array]:
         """Answer at once.

@@ -6,6 +6,7 @@ It has one instance: a second request waits in the queue until the first has end
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -17,7 +18,7 @@ from trio_infer.protocol.values import Array, InferRequest, TensorSpec
 
 __all__ = ["Slow"]
 
-logger = logging.getLogger("trio_infer.models.slow")
+logger: logging.Logger = logging.getLogger("trio_infer.models.slow")
 
 STEP: Final = 0.1
 """Seconds a step."""
@@ -30,9 +31,9 @@ class Slow(Model):
     """`steps` steps (100 if the request doesn't say) of a tenth of a second each; answers how many it has done."""
 
     name = "slow"
-    inputs = (TensorSpec("steps", "INT32", (1,), optional=True),)
-    outputs = (TensorSpec("steps_done", "INT32", (1,)),)
-    instances = 1
+    inputs: Sequence[TensorSpec] = (TensorSpec("steps", "INT32", (1,), optional=True),)
+    outputs: Sequence[TensorSpec] = (TensorSpec("steps_done", "INT32", (1,)),)
+    instances: int | None = 1
 
     async def infer(self, request: InferRequest) -> dict[str, Array]:
         """Take the steps.

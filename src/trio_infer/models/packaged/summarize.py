@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Final
 
 import numpy as np
@@ -53,8 +53,8 @@ class Summarize(Model):
     """The most telling sentences of `text_input`, in the text's order; `max_sentences` (a parameter) of them, or 3."""
 
     name = "summarize"
-    inputs = (TensorSpec("text_input", "BYTES", (1,)),)
-    outputs = (TensorSpec("text_output", "BYTES", (1,)),)
+    inputs: Sequence[TensorSpec] = (TensorSpec("text_input", "BYTES", (1,)),)
+    outputs: Sequence[TensorSpec] = (TensorSpec("text_output", "BYTES", (1,)),)
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[dict[str, Array], None]:
         """One response a sentence.
