@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from support import Echo, Ticker, get, infer_echo, infer_ticks, post, serving
 
+from support import Echo, Ticker, get, infer_echo, infer_ticks, post, serving
 from trio_infer import Limits
 from trio_infer.wire.connection import DRAIN, MAX_CHUNKS, STRAIGHT
 
@@ -240,7 +240,7 @@ async def test_a_large_body_arrives_whole_and_others_follow_on_the_connection(va
 
 
 def large_ticks(ticks: int) -> bytes:
-    top, _, body = infer_ticks(ticks).partition(b"\r\n\r\n")
+    _, _, body = infer_ticks(ticks).partition(b"\r\n\r\n")
     body += b" " * STRAIGHT
     return post("ticker", "infer", body)
 

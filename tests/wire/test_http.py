@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from support import Client, Echo, Failing, Streamer, Ticker, get, infer_echo, infer_ticks, post, serving
 
+from support import Echo, Failing, Streamer, Ticker, get, infer_echo, infer_ticks, post, serving
 from trio_infer import Limits
 
 LIVE = get("/v2/health/live")
