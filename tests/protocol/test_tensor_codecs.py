@@ -28,7 +28,7 @@ def arrays(datatype):
             ).map(lambda items: objects(items).reshape(shape))
         )
     if datatype is Datatype.BF16:
-        return hnp.arrays(np.uint16, shapes).map(lambda bits: (bits.astype("<u4") << 16).view("<f4"))
+        return hnp.arrays(np.uint16, shapes).map(lambda bits: (bits.astype("<u4") << np.uint32(16)).view("<f4"))
     return hnp.arrays(datatype.dtype, shapes)
 
 
