@@ -1,0 +1,182 @@
+"""Models for the benchmarks, and the stamps that they leave: which request, what happened, and when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import trio
+
+from trio_infer import InferRequest, Life, Model, Phase, TensorSpec
+from trio_infer.models.repository import load_model
+from trio_infer.models.runner import Instance, Runner
+
+MIB = 2**20
+LARGE = 16 * MIB
+"""Bytes of a large tensor."""
+
+STAMPS: list[tuple[str, str, int]] = []
+"""Request id, event, CLOCK_MONOTONIC in ns (one clock for all processes). Kept in memory and read when all is over."""
+
+X = TensorSpec("x", "FP32", [-1])
+WAITING = (TensorSpec("seconds", "FP32", [1]), TensorSpec("poll", "FP32", [1]))
+
+
+def stamp(request_id: str, event: str) -> None:
+    STAMPS.append((request_id, event, time.monotonic_ns()))
+
+
+class Echo(Model):
+    """Gives back what it gets, and never sleeps."""
+
+    name = "echo"
+    inputs = outputs = (X,)
+
+    async def infer(self, request: InferRequest) -> dict[str, Any]:
+        return {"x": request.inputs["x"]}
+
+
+class Hop(Echo):
+    """The same after one trip through trio's scheduler."""
+
+    name = "hop"
+
+    async def infer(self, request: InferRequest) -> dict[str, Any]:
+        await trio.lowlevel.checkpoint()
+        return {"x": request.inputs["x"]}
+
+
+class Wait(Model):
+    """Waits for as long as it is told, and stamps the moment in which it learns that it should not."""
+
+    name = "wait"
+    inputs = WAITING
+    outputs = (TensorSpec("seconds", "FP32", [1]),)
+
+    def __init__(self, instances: int) -> None:
+        self.instances = instances
+
+    async def infer(self, request: InferRequest) -> dict[str, Any]:
+        try:
+            await trio.sleep(float(request.inputs["seconds"][0]))
+        except trio.Cancelled:
+            stamp(request.id, "told")
+            raise
+        return {"seconds": request.inputs["seconds"]}
+
+
+class Stream(Wait):
+    """The same, in ten steps, each with an event."""
+
+    name = "stream"
+
+    async def infer(self, request: InferRequest) -> AsyncIterator[dict[str, Any]]:  # type: ignore[override]
+        for _ in range(10):
+            await trio.sleep(float(request.inputs["seconds"][0]) / 10)
+            yield {"seconds": request.inputs["seconds"]}
+
+
+POLLING = '''
+import time
+
+import triton_python_backend_utils as pb_utils
+from _models import stamp
+
+
+class TritonPythonModel:
+    """What `Wait` is, as a Triton model: asks every `poll` seconds whether its client is still there."""
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        seconds = pb_utils.get_input_tensor_by_name(request, "seconds")
+        poll = float(pb_utils.get_input_tensor_by_name(request, "poll").as_numpy()[0])
+        ends = time.monotonic() + float(seconds.as_numpy()[0])
+        while (left := ends - time.monotonic()) > 0:
+            if request.is_cancelled():
+                stamp(request.request_id(), "told")
+                return pb_utils.InferenceResponse(error=pb_utils.TritonError("stopped", pb_utils.TritonError.CANCELLED))
+            time.sleep(min(poll, left))
+        return pb_utils.InferenceResponse([pb_utils.Tensor("seconds", seconds.as_numpy())])
+'''
+
+POLLING_CONFIG = """
+input [{{ name: "seconds" data_type: TYPE_FP32 dims: [1] }}, {{ name: "poll" data_type: TYPE_FP32 dims: [1] }}]
+output [{{ name: "seconds" data_type: TYPE_FP32 dims: [1] }}]
+instance_group [{{ count: {instances} kind: KIND_CPU }}]
+"""
+
+
+def polling(repository: Path, instances: int) -> Runner:
+    """The Triton model "poll", written to `repository` and read from there as any other."""
+    version = repository / "poll" / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(POLLING)
+    (version.parent / "config.pbtxt").write_text(POLLING_CONFIG.format(instances=instances))
+    (runner,) = load_model(version.parent)
+    return runner
+
+
+class Sink(Model):
+    """Takes a tensor of any size; gives back one number."""
+
+    name = "sink"
+    inputs = outputs = (X,)
+
+    async def infer(self, request: InferRequest) -> dict[str, Any]:
+        return {"x": request.inputs["x"][:1]}
+
+
+class Source(Model):
+    """Gives a large tensor, which it has ready."""
+
+    name = "source"
+    inputs = outputs = (X,)
+
+    def __init__(self) -> None:
+        self.large = np.arange(LARGE // 4, dtype=np.float32)
+
+    async def infer(self, request: InferRequest) -> dict[str, Any]:
+        return {"x": self.large}
+
+
+class Stamped:
+    """A runner that also stamps when a slot is free again: when the work in it, not the task around it, has ended."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    async def run(self, instance: Instance, request: InferRequest, send: Any) -> None:
+        await self._runner.run(StampedInstance(instance, request.id), request, send)
+
+
+class StampedInstance(Instance):
+    def __init__(self, instance: Instance, request_id: str) -> None:
+        super().__init__(instance.index)
+        self._instance = instance
+        self._request_id = request_id
+
+    def begin(self) -> None:
+        self._instance.begin()
+
+    def end(self) -> None:
+        self._instance.end()
+        stamp(self._request_id, "free")
+
+
+class Endings:
+    """Stamps the end of each request that was cancelled: by then its ticket has been given up."""
+
+    def life_moved(self, life: Life, left: Phase | None) -> None:
+        pass
+
+    def life_ended(self, life: Life) -> None:
+        if life.cancelled:
+            stamp(life.request_id, "ended")

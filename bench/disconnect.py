@@ -1,0 +1,122 @@
+"""From the client's close() to the model's knowledge of it, and to the slot's being free for the next request.
+
+Two models that would go on for a minute: `wait`, native, whose `await` is cancelled; and `poll`, a Triton Python model
+in a worker thread, which asks `request.is_cancelled()` every 0.2 ms. Each through `infer`, `generate`, and
+`generate_stream` before its first event; each left by a FIN (close) and by a reset.
+
+- One at a time: the client waits until the server says that the request runs, then 1 to 3 ms more so that the server
+  sleeps, stamps the time, and closes.
+- All at once: 200 requests run, and their connections are closed one after the other without a pause. 200 threads that
+  ask every 0.2 ms would be a million questions a second, and measure only the GIL: here they ask every 20 ms, so what
+  `poll` takes includes 10 ms of its own on average.
+
+Client and server are two processes. Both stamp CLOCK_MONOTONIC, which is the same in all processes; the server keeps
+its stamps in memory and gives them when a round is over. *Told* is when the model itself knows: in its `except
+trio.Cancelled`, or after the `is_cancelled()` that was true. *Free* is when the work has ended and the request's ticket
+has been given up, whichever comes later.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+
+from _harness import BenchServer, connect, percentile, post, report, reset_on_close, table, verdict
+
+POLL = {"one": 0.0002, "all": 0.02}
+MODELS = ("wait", "poll")
+ACTIONS = ("infer", "generate", "generate_stream")
+LEAVES = ("FIN", "RST")
+
+
+def request(model: str, action: str, number: int, poll: float) -> bytes:
+    values = {"seconds": 60.0, "poll": poll}
+    if action != "infer":
+        return post(model, action, {"id": str(number), **values})
+    inputs = [{"name": name, "datatype": "FP32", "shape": [1], "data": [value]} for name, value in values.items()]
+    return post(model, action, {"id": str(number), "inputs": inputs})
+
+
+def until(server: BenchServer, running: int) -> None:
+    ends = time.monotonic() + 30
+    while server.ask("running") != running:
+        if time.monotonic() > ends:
+            raise SystemExit(f"there are not {running} requests running: {server.ask('standing')}")
+        time.sleep(0.0005)
+
+
+def leave_together(server: BenchServer, model: str, action: str, leave: str, clients: int, poll: float) -> list[int]:
+    """Let so many requests run, and close their connections; returns when, in ns."""
+    socks = []
+    for number in range(clients):
+        sock = connect(server.port)
+        if leave == "RST":
+            reset_on_close(sock)
+        sock.sendall(request(model, action, number, poll))
+        socks.append(sock)
+    until(server, clients)
+    time.sleep(random.uniform(0.001, 0.003) if clients == 1 else 0.2)
+    closed_at = []
+    for sock in socks:
+        closed_at.append(time.monotonic_ns())
+        sock.close()
+    return closed_at
+
+
+def delays(server: BenchServer, closed_at: list[int]) -> tuple[list[float], list[float]]:
+    """Milliseconds from each close to its model's knowledge, and to its slot's being free."""
+    stamps: dict[str, dict[int, int]] = defaultdict(dict)
+    ends = time.monotonic() + 30
+    while any(len(stamps[event]) < len(closed_at) for event in ("told", "free", "ended")):
+        if time.monotonic() > ends:
+            raise SystemExit(f"not all were told: {server.ask('standing')}")
+        time.sleep(0.002 if len(closed_at) == 1 else 0.1)
+        for number, event, at in server.ask("stamps"):
+            stamps[event][int(number)] = at
+    told = [(stamps["told"][number] - at) / 1e6 for number, at in enumerate(closed_at)]
+    free = [(max(stamps["free"][number], stamps["ended"][number]) - at) / 1e6 for number, at in enumerate(closed_at)]
+    return told, free
+
+
+def measure(slots: int, rounds: int, poll: float) -> list[list[object]]:
+    rows: list[list[object]] = []
+    with BenchServer(models=MODELS, slots=slots, stamped=True) as server:
+        for model in MODELS:
+            for action in ACTIONS:
+                for leave in LEAVES:
+                    told: list[float] = []
+                    free: list[float] = []
+                    for _ in range(rounds):
+                        closed_at = leave_together(server, model, action, leave, slots, poll)
+                        for values, more in zip((told, free), delays(server, closed_at), strict=True):
+                            values.extend(more)
+                    rows.append([model, action, leave, *spread(told), *spread(free)])
+    return rows
+
+
+def spread(values: list[float]) -> list[float]:
+    return [percentile(values, 50), percentile(values, 99), max(values)]
+
+
+def worst(rows: list[list[object]], column: int) -> float:
+    return max(row[column] for row in rows)  # type: ignore[type-var, return-value]
+
+
+def main(quick: bool) -> None:
+    trials, together = (3, 10) if quick else (200, 200)
+    heads = ["model", "action", "leaves by", "told p50", "p99", "max", "free p50", "p99", "max"]
+    print(f"One at a time, {trials} trials each, ms:\n")
+    rows = measure(1, trials, POLL["one"])
+    table(heads, rows)
+    verdict("told, p50, the worst row", worst(rows, 3), 1, "ms")
+    verdict("told, p99, the worst row", worst(rows, 4), 5, "ms")
+    print(f"\n{together} at once, ms:\n")
+    rows = measure(together, 1, POLL["all"])
+    table(heads, rows)
+    verdict("told, p99, the worst row", worst(rows, 4), 50, "ms")
+
+
+if __name__ == "__main__":
+    with report(__doc__) as quick:
+        main(quick)
