@@ -270,7 +270,7 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(*models: Any, memory: bool = False, **options: Any) -> AsyncIterator[Served]:
+async def serving(*models: Any, memory: bool = False, host: str = "127.0.0.1", **options: Any) -> AsyncIterator[Served]:
     """A server in a nursery, with the books checked at the end."""
     endings = Endings()
     server = Server(models, watchers=[endings], **options)
@@ -280,7 +280,7 @@ async def serving(*models: Any, memory: bool = False, **options: Any) -> AsyncIt
 
         async def serve(task_status: Any) -> None:
             if listener is None:
-                await server.serve("127.0.0.1", 0, task_status=task_status)
+                await server.serve(host, 0, task_status=task_status)
             else:
                 await server.serve(listeners=[listener], task_status=task_status)
             finished.set()
