@@ -348,7 +348,9 @@ async def test_an_answer_that_comes_after_the_end_of_a_drain_is_not_begun(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_nothing_is_added_to_an_event_that_was_cut_in_the_middle(autojump_clock: Any) -> None:
+async def test_nothing_is_added_to_an_event_that_was_cut_in_the_middle(
+    autojump_clock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """It would be taken for the rest of the event."""
     async with serving(Flood(), memory=True, exit_timeout=3) as served:
         client = connect_lockstep(served)
@@ -364,6 +366,7 @@ async def test_nothing_is_added_to_an_event_that_was_cut_in_the_middle(autojump_
         assert b"shutting down" not in rest
         await served.ended(1)
         assert served.cancelled() == {("shutdown", "streaming"): 1}
+    assert not [record for record in caplog.records if record.levelname == "ERROR"], "the stream would have noticed"
 
 
 async def test_cancelling_the_server_ends_everything_and_every_peer_sees_the_end(autojump_clock: Any) -> None:
