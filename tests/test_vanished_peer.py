@@ -8,11 +8,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import trio
-from support import Ticker, serving
 
+from support import Ticker, serving
 from trio_infer import Keepalive
 
 NAME = f"ti{os.getpid() % 100_000}"
@@ -56,7 +57,7 @@ async def test_a_client_whose_cable_was_pulled_is_noticed_within_the_worst_case(
     async with serving(model, host=SERVER, keepalive=keepalive) as served:
         command = ["ip", "netns", "exec", NAME, sys.executable, "-c", request, SERVER, str(served.port)]
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(lambda: trio.run_process(command, stdin=head.encode() + body, check=False))
+            nursery.start_soon(partial(trio.run_process, command, stdin=head.encode() + body, check=False))
             with trio.fail_after(10):
                 await model.started.wait()
             before = trio.current_time()
