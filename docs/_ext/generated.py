@@ -5,6 +5,8 @@ Each function gives MyST text; `conf.py` puts it where a page says ```` ```{gene
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -87,15 +89,12 @@ def phases() -> str:
 
 
 def outcomes() -> str:
-    """What each outcome means: the strings below the members of `Outcome`."""
-    meanings = {
-        Outcome.COMPLETED: "answered with a 2xx, to the last byte",
-        Outcome.REJECTED: "answered with a 4xx: the request was at fault",
-        Outcome.FAILED: "answered with a 5xx, or with an error in mid-stream: the model or the server was at fault",
-        Outcome.CANCELLED: "stopped; the reason and the phase say why and when",
-        Outcome.UNDELIVERED: "finished, by policy, for a client that had left",
-    }
-    return _table(["outcome", "means"], [[outcome.value, meanings[outcome]] for outcome in Outcome])
+    """What each outcome means, by the strings below the members of `Outcome`."""
+    (definition,) = ast.parse(inspect.getsource(Outcome)).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = [node.value.value for node in definition.body if isinstance(node, ast.Expr)][1:]
+    assert len(texts) == len(Outcome)
+    return _table(["outcome", "means"], [[each.value, text] for each, text in zip(Outcome, texts, strict=True)])
 
 
 _STEP, _WIDTH, _TOP = 150, 112, 70
@@ -106,7 +105,7 @@ def life() -> str:
     place = {phase: 20 + index * _STEP for index, phase in enumerate(Phase)}
     parts = []
     for phase, nexts in NEXT.items():
-        for following in nexts:
+        for following in (other for other in Phase if other in nexts):
             begin, end = place[phase] + _WIDTH, place[following]
             leap = (end - place[phase]) // _STEP
             if leap == 1:
@@ -138,7 +137,7 @@ def life() -> str:
     return "\n".join(
         [
             "```{raw} html",
-            f'<svg viewBox="0 -20 760 280" role="img" aria-label="The phases of a request: {names}" '
+            f'<svg viewBox="0 -10 760 240" role="img" aria-label="The phases of a request: {names}" '
             'style="max-width:100%;font-family:inherit;font-size:15px">',
             '<defs><marker id="tip" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
             '<path d="M0,0 L8,4 L0,8 z" fill="currentColor"/></marker></defs>',
