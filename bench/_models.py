@@ -60,6 +60,7 @@ class Wait(Model):
         self.instances = instances
 
     async def infer(self, request: InferRequest) -> dict[str, Any]:
+        stamp(request.id, "started")
         try:
             await trio.sleep(float(request.inputs["seconds"][0]))
         except trio.Cancelled:
@@ -96,6 +97,7 @@ class TritonPythonModel:
         seconds = pb_utils.get_input_tensor_by_name(request, "seconds")
         poll = float(pb_utils.get_input_tensor_by_name(request, "poll").as_numpy()[0])
         ends = time.monotonic() + float(seconds.as_numpy()[0])
+        stamp(request.request_id(), "started")
         while (left := ends - time.monotonic()) > 0:
             if request.is_cancelled():
                 stamp(request.request_id(), "told")

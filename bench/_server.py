@@ -83,7 +83,7 @@ class Copies:
         infer, ranges = _models.Echo.infer, self.ranges
 
         async def noted_receive(transport: Any, view: memoryview, before_wait: Any) -> int:
-            ranges.setdefault("received", extent(view))
+            ranges["received"] = extent(view.obj)  # all of the body, not only what is missing
             return await receive_into(transport, view, before_wait)
 
         async def noted_send(transport: Any, buffers: Any, before_wait: Any) -> None:
@@ -141,7 +141,7 @@ async def main(config: dict[str, Any], repository: Path) -> None:
     copies = Copies()
     commands: dict[str, Callable[[], Any]] = {
         "standing": lambda: standing(server),
-        "running": lambda: sum(queue.running for queue in server.statistics().models.values()),
+        "started": lambda: sum(event == "started" for _, event, _ in _models.STAMPS),
         "stamps": take_stamps,
         "faults": lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
         "watch copies": copies.start,

@@ -4,7 +4,7 @@ Two models that would go on for a minute: `wait`, native, whose `await` is cance
 in a worker thread, which asks `request.is_cancelled()` every 0.2 ms. Each through `infer`, `generate`, and
 `generate_stream` before its first event; each left by a FIN (close) and by a reset.
 
-- One at a time: the client waits until the server says that the request runs, then 1 to 3 ms more so that the server
+- One at a time: the client waits until the model says that it runs, then 1 to 3 ms more so that the server
   sleeps, stamps the time, and closes.
 - All at once: 200 requests run, and their connections are closed one after the other without a pause. 200 threads that
   ask every 0.2 ms would be a million questions a second, and measure only the GIL: here they ask every 20 ms, so what
@@ -38,11 +38,11 @@ def request(model: str, action: str, number: int, poll: float) -> bytes:
     return post(model, action, {"id": str(number), "inputs": inputs})
 
 
-def until(server: BenchServer, running: int) -> None:
+def until_started(server: BenchServer, requests: int) -> None:
     ends = time.monotonic() + 30
-    while server.ask("running") != running:
+    while server.ask("started") != requests:
         if time.monotonic() > ends:
-            raise SystemExit(f"there are not {running} requests running: {server.ask('standing')}")
+            raise SystemExit(f"there are not {requests} requests running: {server.ask('standing')}")
         time.sleep(0.0005)
 
 
@@ -55,8 +55,8 @@ def leave_together(server: BenchServer, model: str, action: str, leave: str, cli
             reset_on_close(sock)
         sock.sendall(request(model, action, number, poll))
         socks.append(sock)
-    until(server, clients)
-    time.sleep(random.uniform(0.001, 0.003) if clients == 1 else 0.2)
+    until_started(server, clients)
+    time.sleep(random.uniform(0.001, 0.003) + (clients - 1) / 1000)
     closed_at = []
     for sock in socks:
         closed_at.append(time.monotonic_ns())
@@ -71,7 +71,7 @@ def delays(server: BenchServer, closed_at: list[int]) -> tuple[list[float], list
     while any(len(stamps[event]) < len(closed_at) for event in ("told", "free", "ended")):
         if time.monotonic() > ends:
             raise SystemExit(f"not all were told: {server.ask('standing')}")
-        time.sleep(0.002 if len(closed_at) == 1 else 0.1)
+        time.sleep(0.001 + len(closed_at) / 1000)  # long enough not to ask in the middle of it
         for number, event, at in server.ask("stamps"):
             stamps[event][int(number)] = at
     told = [(stamps["told"][number] - at) / 1e6 for number, at in enumerate(closed_at)]

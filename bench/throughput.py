@@ -6,7 +6,7 @@ each. Two models: `echo` answers without ever sleeping (the sentinel is armed an
 
 Two servers run side by side: one with the sentinel (`on_disconnect="cancel"`) and one without (`"finish"`). They are
 measured in turns, A B A B, because what else the machine does then strikes both alike; the share is the median of the
-ratios of neighbours. It is taken of CPU a request, not of requests a second: the client runs on the same machine, and
+ratios of neighbours, and IQR how far their quartiles are apart. It is taken of CPU a request, not of requests a second: the client runs on the same machine, and
 CPU is what a server pays. Without the sentinel, a server looks once at the connection before each answer, one `recv`;
 so the sentinel really costs about one system call more than shown.
 
@@ -91,7 +91,10 @@ class Side:
         self._load.close()
 
 
-def compare(servers: list[BenchServer], request: bytes, connections: int, turns: int, requests: int) -> list[float]:
+def compare(
+    servers: list[BenchServer], request: bytes, connections: int, turns: int, requests: int
+) -> tuple[list[float], list[float]]:
+    """The figures of a row, and by how many per cent the first server took more CPU than the second, pair by pair."""
     sides = [Side(server, request, connections) for server in servers]
     for number in range(turns):
         for side in sides if number % 2 else reversed(sides):
@@ -99,15 +102,16 @@ def compare(servers: list[BenchServer], request: bytes, connections: int, turns:
     watched, alone = sides
     for side in sides:
         side.close()
-    ratios = [with_it / without for with_it, without in zip(watched.cpu, alone.cpu, strict=True)]
-    spread = (percentile(ratios, 75) - percentile(ratios, 25)) * 100
+    shares = [(with_it / without - 1) * 100 for with_it, without in zip(watched.cpu, alone.cpu, strict=True)]
+    spread = percentile(shares, 75) - percentile(shares, 25)
     figures = [median(values) for values in (watched.rate, watched.p50, watched.cpu, alone.rate, alone.p50, alone.cpu)]
-    return [*figures, (median(ratios) - 1) * 100, spread]
+    return [*figures, median(shares), spread], shares
 
 
 def main(quick: bool) -> None:
-    turns, requests, counts = (2, 100, [1, 8]) if quick else (20, 1000, [1, 8, 64])
+    turns, requests, counts = (2, 50, [1, 8]) if quick else (24, 500, [1, 8, 64])
     rows: list[list[object]] = []
+    shares: dict[str, list[float]] = {"echo": [], "hop": []}
     with (
         BenchServer(models=["echo", "hop"], on_disconnect="cancel") as watched,
         BenchServer(models=["echo", "hop"], on_disconnect="finish") as alone,
@@ -116,13 +120,15 @@ def main(quick: bool) -> None:
             for model in ("echo", "hop"):
                 request = request_of_16(model, binary=form == "binary")
                 for count in counts:
-                    figures = compare([watched, alone], request, count, turns, requests)
+                    figures, more = compare([watched, alone], request, count, turns, requests)
                     rows.append([form, model, count, *figures])
+                    shares[model] += more
     without = ("req/s without", "p50 ms without", "CPU us without")
     table(["form", "model", "connections", "req/s", "p50 ms", "CPU us", *without, "sentinel %", "IQR"], rows)
-    worst = max(rows, key=lambda row: row[-2])  # type: ignore[arg-type, return-value]
-    where = f"the sentinel's share of CPU, at worst ({worst[0]}, {worst[1]}, {worst[2]} connections)"
-    verdict(where, worst[-2], TARGET, "%")  # type: ignore[arg-type]
+    for model, values in shares.items():
+        verdict(
+            f"the sentinel's share of CPU for {model}, median of all {len(values)} pairs", median(values), TARGET, "%"
+        )
 
 
 if __name__ == "__main__":
