@@ -222,7 +222,7 @@ class Server:
             if isinstance(stream, trio.SocketStream):
                 set_keepalive(stream.socket, self._keepalive)
             if self._ssl_context is not None:
-                stream = trio.SSLStream(stream, self._ssl_context, server_side=True, https_compatible=True)
+                stream = trio.SSLStream(stream, self._ssl_context, server_side=True)
             conversation = Conversation(stream, self._application, self._settings)
             self._conversations.add(conversation)
             if self._drain.is_set():

@@ -86,6 +86,16 @@ async def test_a_conversation_with_pipelining_and_a_large_body(authority: trustm
         await client.close()
 
 
+async def test_the_server_closes_politely(authority: trustme.CA) -> None:
+    server_context, client_context = contexts(authority, ssl.TLSVersion.TLSv1_3)
+    async with serving(Ticker(), ssl_context=server_context) as served:
+        tcp = await trio.open_tcp_stream("127.0.0.1", served.port)
+        client = Client(trio.SSLStream(tcp, client_context, server_hostname="test.example"))
+        assert (await client.ask(get("/v2/health/live", "Connection: close"))).status == 200
+        assert await client.stream.receive_some(1) == b"", "a bare FIN would raise: it might be an attacker's"
+        await client.close()
+
+
 async def test_a_client_that_does_not_speak_tls_harms_nobody(authority: trustme.CA) -> None:
     server_context, client_context = contexts(authority, ssl.TLSVersion.TLSv1_3)
     async with serving(Ticker(), ssl_context=server_context) as served:

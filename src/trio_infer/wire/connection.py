@@ -78,7 +78,7 @@ class Connection:
         """Whether a part of an answer may have been sent, and its rest will not be."""
         self._overtaken = b""
         """Bytes of a next request that came with a body that went round h11."""
-        self.last = False
+        self.last: bool = False
         """Whether the answer in hand is the last on this connection."""
 
     def _fresh(self) -> h11.Connection:

@@ -40,7 +40,7 @@ class Pace:
     def __init__(self, scope: trio.CancelScope, limits: Limits) -> None:
         self._scope = scope
         self._limits = limits
-        self.waiting = Waiting.NOTHING
+        self.waiting: Waiting = Waiting.NOTHING
 
     def idle(self) -> None:
         if self.waiting is not Waiting.REQUEST:  # blank lines do not start it anew

@@ -48,8 +48,8 @@ class Guard:
 
     def __init__(self, sentinel: Sentinel, life: Life, sight: Sight) -> None:
         self._sentinel = sentinel
-        self.life = life
-        self.sight = sight
+        self.life: Life = life
+        self.sight: Sight = sight
 
     def __enter__(self) -> None:
         self._sentinel.arm(self)
@@ -72,7 +72,7 @@ class Sentinel:
 
     def __init__(self, transport: Transport, policy: DisconnectPolicy) -> None:
         self._transport = transport
-        self.policy = policy
+        self.policy: DisconnectPolicy = policy
         self._guard: Guard | None = None
         self._watch: trio.CancelScope | None = None
         self._parked = trio.lowlevel.ParkingLot()

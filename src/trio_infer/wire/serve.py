@@ -41,7 +41,7 @@ _Args = TypeVarTuple("_Args")
 
 __all__ = ["Application", "Conversation", "Exchange", "WireSettings", "unwrap"]
 
-logger = logging.getLogger("trio_infer.wire")
+logger: logging.Logger = logging.getLogger("trio_infer.wire")
 
 FAREWELL: Final = 1.0
 """Seconds that a client has to take the answer to a request that was stopped under it."""
@@ -78,9 +78,9 @@ class Exchange:
         self._connection = conversation.connection
         self._headers = request.headers
         self.life = life
-        self.method = request.method.decode("ascii")
-        self.target = request.target.decode("ascii")
-        self.streaming = False
+        self.method: str = request.method.decode("ascii")
+        self.target: str = request.target.decode("ascii")
+        self.streaming: bool = False
         self._finishes = False
         self._undelivered = False
         self._last_words: Callable[[str], bytes] | None = None
@@ -209,8 +209,8 @@ class Conversation:
         self.settings = settings
         self._scope = trio.CancelScope()
         transport = open_transport(stream)
-        self.sentinel = Sentinel(transport, settings.policy)
-        self.connection = Connection(transport, Pace(self._scope, settings.limits), settings.limits)
+        self.sentinel: Sentinel = Sentinel(transport, settings.policy)
+        self.connection: Connection = Connection(transport, Pace(self._scope, settings.limits), settings.limits)
         self._life: Life | None = None
         self._exchange: Exchange | None = None
 

@@ -121,7 +121,7 @@ class SocketTransport:
         self._epoll: select.epoll | None = None
         self._epoll_mask = -1
         self._stretch = 0
-        self.waited = False
+        self.waited: bool = False
 
     async def open(self, before_wait: BeforeWait) -> None:
         pass
@@ -237,7 +237,7 @@ class StreamTransport:
         self._stream = stream
         self._ahead = bytearray()
         self._sight = Sight.QUIET
-        self.waited = False
+        self.waited: bool = False
 
     async def open(self, before_wait: BeforeWait) -> None:
         if isinstance(self._stream, trio.SSLStream):
