@@ -5,10 +5,10 @@ each. Two models: `echo` answers without ever sleeping (the sentinel is armed an
 `hop` takes one trip through trio's scheduler (it gets to wait on the socket).
 
 Two servers run side by side: one with the sentinel (`on_disconnect="cancel"`) and one without (`"finish"`). They are
-measured in turns, A B A B, because what else the machine does then strikes both alike; the share is the median of the
-ratios of neighbours, and IQR how far their quartiles are apart. It is taken of CPU a request, not of requests a second: the client runs on the same machine, and
-CPU is what a server pays. Without the sentinel, a server looks once at the connection before each answer, one `recv`;
-so the sentinel really costs about one system call more than shown.
+measured in turns, A B B A, because what else the machine does then strikes both alike; the share is the median of the
+ratios of neighbours, and IQR how far their quartiles are apart. It is taken of CPU a request, not of requests a second:
+the client runs on the same machine, and CPU is what a server pays. Without the sentinel, a server looks once at the
+connection before each answer, one `recv`; so the sentinel really costs about one system call more than shown.
 
 The client is one process with epoll and plain sockets. It knows how long an answer is from the first one, and counts
 bytes, so that most of the CPU goes to the server.
