@@ -170,7 +170,6 @@ async def test_keepalive_and_user_timeout_are_set_on_accepted_sockets() -> None:
     assert server.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 7
     assert server.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
     assert server.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 40_000
-    assert keepalive.worst_case == 40
     for stream in (client, server, listener):
         await stream.aclose()
 

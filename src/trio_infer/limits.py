@@ -5,6 +5,7 @@ Each default names its precedent. Sizes are bytes, times are seconds.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import attrs
@@ -95,7 +96,11 @@ class Keepalive:
     tcp_user_timeout: int = attrs.field(default=75, validator=_positive)
 
     @property
-    def worst_case(self) -> float:
-        """Seconds after which a silent, vanished peer is noticed at the latest."""
-        probing = self.tcp_keepalive_idle + self.tcp_keepalive_interval * self.tcp_keepalive_count
-        return max(probing, self.tcp_user_timeout)
+    def worst_case(self) -> int:
+        """Seconds after which a silent, vanished peer is noticed at the latest.
+
+        Linux doesn't count probes when there is a user timeout: it gives up at the first probe after it. Others count.
+        """
+        idle, interval = self.tcp_keepalive_idle, self.tcp_keepalive_interval
+        probes = max(self.tcp_keepalive_count, math.ceil((self.tcp_user_timeout - idle) / interval))
+        return idle + interval * probes
