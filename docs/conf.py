@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,25 @@ def resolve_public_name(app: Sphinx, env: Any, node: Any, content: nodes.Node) -
     return found
 
 
+_as_written: dict[str, list[str]] = {}
+
+
+def before_napoleon(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Napoleon takes `a, b: text` for a `b` of the type `a`, and what is before a colon in an attribute's text, too."""
+    if what == "attribute":
+        _as_written[name] = list(lines)
+    for index, line in enumerate(lines):
+        names = re.match(r"\s+\w+(?:, \w+)+: ", line)
+        if names and "Attributes:" in lines[:index]:
+            lines[index] = names[0].rstrip().replace(", ", "/") + line[names.end() - 1 :]
+
+
+def after_napoleon(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = _as_written.pop(name, lines)
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", before_napoleon, priority=400)
+    app.connect("autodoc-process-docstring", after_napoleon, priority=600)
     app.add_directive("generated", Generated)
     app.connect("missing-reference", resolve_public_name)

@@ -163,7 +163,8 @@ class Stage:
 
     def stop(self) -> None:
         if self.server is not None:
-            os.killpg(self.server.pid, signal.SIGKILL)
+            if self.server.poll() is None:
+                os.killpg(self.server.pid, signal.SIGKILL)
             self.server.wait()
             self.server = None
 
