@@ -44,8 +44,9 @@ def cable() -> Iterator[None]:
         ip("-n", NAME, "address", "add", f"{CLIENT}/30", "dev", f"{NAME}b")
         ip("-n", NAME, "link", "set", f"{NAME}b", "up")
         yield
-    finally:
-        ip("netns", "del", NAME)  # the cable goes with it
+    finally:  # the cable first: an orphaned connection may keep the namespace for minutes
+        subprocess.run(["ip", "link", "del", f"{NAME}a"], check=False, capture_output=True)
+        ip("netns", "del", NAME)
 
 
 @pytest.mark.parametrize(

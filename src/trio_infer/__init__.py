@@ -8,6 +8,7 @@ from trio_infer.errors import ErrorCode, InferError, ModelLoadError, SetupError
 from trio_infer.lifecycle import CancelReason, Life, LifeWatcher, Outcome, Phase
 from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
 from trio_infer.models.native import Model
+from trio_infer.models.repository import find_models
 from trio_infer.observe.statistics import RequestStatistics
 from trio_infer.protocol.datatypes import Datatype
 from trio_infer.protocol.values import InferRequest, InferResponse, TensorSpec
@@ -41,4 +42,5 @@ __all__ = [
     "TensorSpec",
     "__version__",
     "cancel_on_disconnect",
+    "find_models",
 ]

@@ -19,7 +19,7 @@ __all__ = ["BadJSONError", "ErrorCode", "InferError", "ModelLoadError", "SetupEr
 
 
 class ErrorCode(enum.Enum):
-    """Triton's error codes; the value is the HTTP status that Triton's front end gives each."""
+    """Triton's error codes; the value is Triton's number, `status` the HTTP status of its front end."""
 
     status: int
 

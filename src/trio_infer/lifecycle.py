@@ -103,6 +103,7 @@ class Life:
 
     Args:
         watchers: told of each move, in this order.
+        label: what a log calls it: method and target.
 
     Attributes:
         phase, outcome: where it is; how it ended, None while it lives.
@@ -148,7 +149,7 @@ class Life:
 
     @property
     def cancelled(self) -> bool:
-        """True from the moment of the cancel; an attribute read, cheap enough to poll in a loop."""
+        """True from the moment of the cancel; cheap enough to poll in a loop, in any thread."""
         return self.reason is not None
 
     def advance(self, phase: Phase) -> None:

@@ -64,8 +64,8 @@ class DisconnectPolicy:
         on_disconnect: `cancel` stops the inference; `finish` lets it run to its end, and nobody watches the connection
             meanwhile (the answer is then *undelivered*). The default is what Go's net/http and Ray Serve do.
         half_close: `gone` takes a FIN after the request for a departure, as nginx, uvicorn, Go and hypercorn do; `wait`
-            goes on and answers, as Triton does (a reset still cancels). The kernel can't tell the two kinds of FIN
-            apart.
+            goes on and answers, as Triton does (a reset still cancels, on plain sockets on Linux). The kernel can't
+            tell the two kinds of FIN apart.
         pipelined: `disarm` stops watching once bytes of a next request have arrived, so that each pipelined request is
             answered; `watch` goes on looking for a hang-up behind those bytes (Linux only).
     """

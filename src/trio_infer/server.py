@@ -247,7 +247,7 @@ class Server:
             await self._all_gone()
         if self._conversations:
             logger.warning(
-                "Timeout %g: stopping %d requests that are still in flight",
+                "Timeout %g: stopping %d connections that have requests in flight",
                 self._exit_timeout,
                 len(self._conversations),
             )

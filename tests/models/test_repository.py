@@ -75,7 +75,7 @@ def test_versions_are_served_by_the_policy(repository: Repository, policy: str, 
         ({"m/1/x": "", "m/config.pbtxt": 'backend: "trio_infer"'}, "there is no model.py"),
         (
             {"m/1/model.py": "x = 1", "m/config.pbtxt": 'backend: "trio_infer"'},
-            "its code must define one subclass of trio_infer.models.native.Model, found none",
+            "its code must define one subclass of trio_infer.Model, found none",
         ),
         (
             {"m/1/model.py": "raise ValueError('boom')", "m/config.pbtxt": 'backend: "trio_infer"'},

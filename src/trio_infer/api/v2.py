@@ -20,7 +20,7 @@ from trio_infer.errors import ErrorCode, InferError
 from trio_infer.limits import Limits
 from trio_infer.protocol.compression import Decompressor, choose_encoding, compress, parse_content_encoding
 from trio_infer.protocol.infer import decode_request, encode_response, parse_header_length
-from trio_infer.protocol.jsontext import dumps
+from trio_infer.protocol.jsontext import dumps, error_json
 from trio_infer.protocol.metadata import model_metadata, server_metadata
 from trio_infer.protocol.values import InferResponse, ResponsePlan
 from trio_infer.scheduling.catalog import Catalog, ServedModel
@@ -63,7 +63,9 @@ class V2:
         if route is None:
             raise InferError("Not Found", ErrorCode.NOT_FOUND)
         if exchange.method not in route.methods:
-            raise InferError("Method Not Allowed", status=405)
+            headers = [JSON, ("allow", ", ".join(route.methods))]
+            await exchange.respond(405, headers, [error_json("Method Not Allowed")])
+            return
         await _ANSWERS[route.action](self, exchange, route)
 
     # -- Health and metadata ----------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def _native(config: ModelConfig, directory: Path, version: int, filename: str) -
     ]
     if len(classes) != 1:
         names = ", ".join(kind.__name__ for kind in classes) or "none"
-        reason = f"its code must define one subclass of trio_infer.models.native.Model, found {names}"
+        reason = f"its code must define one subclass of trio_infer.Model, found {names}"
         raise ModelLoadError(config.name, reason, where=code.file)
     with model_fault(code, f"{classes[0].__name__}()"):
         model = classes[0]()

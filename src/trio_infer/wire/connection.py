@@ -229,7 +229,8 @@ class Connection:
         try:
             return self._h11.next_event()
         except h11.RemoteProtocolError as error:
-            raise InferError(f"malformed HTTP request: {error}", status=error.error_status_hint) from None
+            what = str(error).partition(": bytearray(")[0]  # h11 quotes the line, as Python writes it
+            raise InferError(f"malformed HTTP request: {what}", status=error.error_status_hint) from None
 
     # -- Writing an answer ------------------------------------------------------------------------------------------
 
