@@ -6,9 +6,10 @@ client's own copying is in the time, and not in the CPU, which is the server's. 
 
 The server's copies, counted from the kernel's socket buffer to the model and from the model to the kernel:
 
-- in: one. `Connection._read_round` makes a bytearray as large as the body (zeroed by calloc: fresh pages) and
-  `recv_into` lets the kernel copy into it. What came together with the head (64 KiB at most) is copied by h11 first.
-  `protocol.binary.bytes_to_array` makes a numpy view of it (`np.frombuffer`).
+- in: one. `Connection._read_round` makes a bytearray as large as the body, and `recv_into` lets the kernel copy into
+  it. (It is zeroed first, no copy but 16 MiB written: by fresh pages the first time, by calloc once malloc reuses
+  them.) What came together with the head, 64 KiB at most, goes through h11 and is copied a few times more.
+  `protocol.binary.bytes_to_array` makes a numpy view of it all (`np.frombuffer`).
 - out: one. `to_buffer` takes a view of the model's array, h11 passes the `Data` event's buffer on untouched, `gather`
   leaves large buffers alone, and `send` lets the kernel copy from it.
 
