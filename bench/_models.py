@@ -174,11 +174,12 @@ class StampedInstance(Instance):
 
 
 class Endings:
-    """Stamps the end of each request that was cancelled: by then its ticket has been given up."""
+    """Stamps the cancel of each request (the flag is true from then on), and its end: its ticket has been given up."""
 
     def life_moved(self, life: Life, left: Phase | None) -> None:
         pass
 
     def life_ended(self, life: Life) -> None:
         if life.cancelled:
+            STAMPS.append((life.request_id, "flag", life.struck_at))  # perf_counter is CLOCK_MONOTONIC on Linux
             stamp(life.request_id, "ended")

@@ -21,6 +21,7 @@ import trio
 import _models
 from _models import Echo, Endings, Hop, Sink, Source, Stamped, Stream, Wait, polling
 from trio_infer import DisconnectPolicy, Limits, Server
+from trio_infer.app import spare_the_collector
 from trio_infer.models.native import NativeRunner
 from trio_infer.wire.transport import SocketTransport
 
@@ -149,6 +150,7 @@ async def main(config: dict[str, Any], repository: Path) -> None:
     }
     async with trio.open_nursery() as nursery:
         addresses = await nursery.start(server.serve, "127.0.0.1", 0)
+        spare_the_collector()  # as the command does
         say(addresses[0].port)
         async for line in lines(sys.stdin.fileno()):
             say(commands[line]())

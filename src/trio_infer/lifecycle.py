@@ -107,10 +107,10 @@ class Life:
 
     Attributes:
         phase, outcome: where it is; how it ended, None while it lives.
-        reason, struck: why it was cancelled and in which phase; None if it was not.
+        reason, struck, struck_at: why it was cancelled, in which phase and when; None, None and 0 if it was not.
         status: the HTTP status that was, or would have been, answered; 499 for a client that left.
         model, version, request_id: what is asked of whom; "" until known.
-        entered: `perf_counter_ns` at which each phase was entered.
+        entered: `perf_counter_ns` at which each phase was entered; `struck_at` and `ended` are of that clock, too.
         canceller: called once by `cancel`, in whatever task calls that; set by the connection's guard.
     """
 
@@ -127,6 +127,7 @@ class Life:
         "request_id",
         "status",
         "struck",
+        "struck_at",
         "version",
     )
 
@@ -142,6 +143,7 @@ class Life:
         self.version: str = ""
         self.request_id: str = ""
         self.entered: dict[Phase, int] = {Phase.RECEIVING: time.perf_counter_ns()}
+        self.struck_at: int = 0
         self.ended: int = 0
         self.canceller: Callable[[CancelReason], None] | None = None
         for watcher in watchers:
@@ -176,6 +178,7 @@ class Life:
             return False
         self.reason = reason
         self.struck = self.phase
+        self.struck_at = time.perf_counter_ns()
         if self.canceller is not None:
             self.canceller(reason)
         return True

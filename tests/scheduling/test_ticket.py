@@ -68,9 +68,11 @@ async def test_a_turn_is_waited_for_and_given_back(autojump_clock: Any) -> None:
     order = []
 
     async def run(name: str) -> None:
-        async with queue.turn(queue.draw()):
-            order.append(name)
-            await trio.sleep(1)
+        ticket = queue.draw()
+        await queue.wait_turn(ticket)
+        order.append(name)
+        await trio.sleep(1)
+        queue.give_up(ticket)
 
     async with trio.open_nursery() as nursery:
         for name in "abc":

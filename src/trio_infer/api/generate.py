@@ -10,14 +10,14 @@ from trio_infer.protocol.generate import decode_generate, encode_generate, sse_e
 from trio_infer.protocol.jsontext import error_json
 from trio_infer.protocol.values import InferResponse
 from trio_infer.scheduling.catalog import ServedModel
-from trio_infer.wire.serve import JSON, Exchange
+from trio_infer.wire.serve import JSON, Body, Exchange
 
 __all__ = ["answer_generate", "answer_generate_stream"]
 
 EVENT_STREAM: Final = [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
 
 
-async def answer_generate(exchange: Exchange, model: ServedModel, body: bytearray, limits: Limits) -> None:
+async def answer_generate(exchange: Exchange, model: ServedModel, body: Body, limits: Limits) -> None:
     """One response as one JSON object; a second response stops the model, as there can be no answer any more."""
     life = exchange.life
     with exchange.guard(model.on_disconnect):
@@ -45,7 +45,7 @@ def _not_one_response() -> InferError:
     )
 
 
-async def answer_generate_stream(exchange: Exchange, model: ServedModel, body: bytearray, limits: Limits) -> None:
+async def answer_generate_stream(exchange: Exchange, model: ServedModel, body: Body, limits: Limits) -> None:
     """Each response as one event, sent when the model gives it; an error before the first is an ordinary answer."""
     life = exchange.life
     with exchange.guard(model.on_disconnect):

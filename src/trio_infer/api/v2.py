@@ -24,7 +24,7 @@ from trio_infer.protocol.jsontext import dumps, error_json
 from trio_infer.protocol.metadata import model_metadata, server_metadata
 from trio_infer.protocol.values import InferResponse, ResponsePlan
 from trio_infer.scheduling.catalog import Catalog, ServedModel
-from trio_infer.wire.serve import JSON, Exchange
+from trio_infer.wire.serve import JSON, Body, Exchange
 
 __all__ = ["EXTENSIONS", "V2"]
 
@@ -160,12 +160,12 @@ class V2:
         exchange.life.model, exchange.life.version = model.signature.name, model.signature.version
         return model
 
-    async def _generate_body(self, exchange: Exchange) -> bytearray:
+    async def _generate_body(self, exchange: Exchange) -> Body:
         if (exchange.header(b"content-encoding") or "identity").strip().lower() != "identity":
             raise InferError("Unsupported content-encoding, only 'identity' is supported.")
         return await self._body(exchange, binary=False)
 
-    async def _body(self, exchange: Exchange, *, binary: bool) -> bytearray:
+    async def _body(self, exchange: Exchange, *, binary: bool) -> Body:
         """The request's body, decompressed.
 
         Args:
@@ -218,7 +218,7 @@ def _json_size(response: InferResponse, plan: ResponsePlan) -> int:
     return sum(getattr(array, "nbytes", 0) for name, array in given if not plan.is_binary(name))
 
 
-def _decompress(decompressor: Decompressor, body: bytearray) -> bytearray:
+def _decompress(decompressor: Decompressor, body: Body) -> bytearray:
     data = bytearray(decompressor.feed(body))
     decompressor.finish()
     return data

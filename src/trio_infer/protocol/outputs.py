@@ -12,6 +12,7 @@ want of anything better. Shapes are not held against the signature: Triton doesn
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ def as_tensor(value: Any, spec: TensorSpec, model: str) -> Array:
         return array.astype(datatype.dtype)
 
 
+@cache
 def _numpy_name(datatype: Datatype) -> str:
     if datatype is Datatype.BYTES:
         return "str or bytes elements"

@@ -64,11 +64,14 @@ class ServedModel:
         if not self.ready:
             raise InferError(f"Request for model '{self.signature.name}' which is not ready", ErrorCode.UNAVAILABLE)
         ticket = self._queue.draw()
-        if ticket.instance is None:
-            life.advance(Phase.QUEUED)
-        async with self._queue.turn(ticket) as instance:
+        try:
+            if ticket.instance is None:
+                life.advance(Phase.QUEUED)
+            instance = await self._queue.wait_turn(ticket)
             life.advance(Phase.RUNNING)
             await self._runner.run(instance, request, send)
+        finally:
+            self._queue.give_up(ticket)
 
     async def settled(self) -> None:
         """Be ready no more, and return when nothing runs, waits, or goes on after its request has left."""

@@ -1,7 +1,7 @@
 """Tickets: a request's place in the queue of a model's instances, given up by itself when the request is cancelled.
 
 The decisions are synchronous and know no clock (`InstanceQueue.draw`, `.give_up`); the waiting is one `trio.Event` a
-ticket, in `InstanceQueue.turn`. So the rules can be tested without a task, and no state is ever half changed at an
+ticket, in `InstanceQueue.wait_turn`. So the rules can be tested without a task, and no state is ever half changed at an
 `await`:
 
 - First come, first served. A free instance goes to the ticket that has waited longest, at the moment it is free.
@@ -15,8 +15,6 @@ ticket, in `InstanceQueue.turn`. So the rules can be tested without a task, and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import attrs
 import trio
@@ -75,20 +73,15 @@ class InstanceQueue:
         """How it stands, now."""
         return QueueStatistics(self._limit, self._running, len(self._waiting), self._abandoned)
 
-    @asynccontextmanager
-    async def turn(self, ticket: Ticket) -> AsyncIterator[Instance]:
-        """`async with queue.turn(queue.draw()) as instance: ...` waits for an instance, and gives it back.
+    async def wait_turn(self, ticket: Ticket) -> Instance:
+        """Wait until the ticket has an instance. Whoever drew the ticket gives it up, in a `finally`.
 
-        Cancellation: while waiting, the ticket leaves the queue at once; in the block, the instance is given back as
-        soon as the work in it has really ended.
+        Cancellation: just stops waiting.
         """
-        try:
-            if ticket.granted is not None:
-                await ticket.granted.wait()
-            assert ticket.instance is not None
-            yield ticket.instance
-        finally:
-            self.give_up(ticket)
+        if ticket.granted is not None:
+            await ticket.granted.wait()
+        assert ticket.instance is not None
+        return ticket.instance
 
     def draw(self) -> Ticket:
         """Enter the queue; the ticket has its instance already if one was free."""

@@ -66,13 +66,17 @@ class Sentinel:
     Args:
         transport: what it looks at.
         policy: how it judges what it sees.
+
+    Attributes:
+        saw_departure: whether the client has left; then `run` has returned, or is about to.
     """
 
-    __slots__ = ("_aside", "_guard", "_parked", "_transport", "_watch", "policy")
+    __slots__ = ("_aside", "_guard", "_parked", "_transport", "_watch", "policy", "saw_departure")
 
     def __init__(self, transport: Transport, policy: DisconnectPolicy) -> None:
         self._transport = transport
         self.policy: DisconnectPolicy = policy
+        self.saw_departure: bool = False
         self._guard: Guard | None = None
         self._watch: trio.CancelScope | None = None
         self._parked = trio.lowlevel.ParkingLot()
@@ -108,7 +112,7 @@ class Sentinel:
             await self._aside.park()
 
     async def run(self) -> None:
-        """Watch for as long as the connection lives.
+        """Watch for as long as the connection lives; return when the client has left, which it does once.
 
         Cancellation: stops watching; nothing else holds the connection.
         """
@@ -118,22 +122,25 @@ class Sentinel:
                 await self._parked.park()
                 continue
             with trio.CancelScope() as self._watch:
-                await self._watch_over(guard)
+                self.saw_departure = await self._watch_over(guard)
             self._watch = None
             self._aside.unpark_all()
+            if self.saw_departure:
+                return
             if self._guard is guard:
                 self._guard = None  # nothing more to see during this request
 
-    async def _watch_over(self, guard: Guard) -> None:
+    async def _watch_over(self, guard: Guard) -> bool:
+        """Look, and sleep, until there is nothing more to see; whether the client has left."""
         sight = guard.sight
         while True:
             action = verdict(sight, self.policy)
             if action is Action.CANCEL:
                 guard.life.cancel(CancelReason.DISCONNECTED)
-                return
+                return True
             if action is Action.DISARM:
-                return
+                return False
             await self._transport.wait(action)
             if self._guard is not guard:
-                return
+                return False
             sight = self._transport.look()

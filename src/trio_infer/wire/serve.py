@@ -30,7 +30,7 @@ from trio_infer.lifecycle import CancelReason, Life, LifeWatcher, Phase
 from trio_infer.limits import DisconnectPolicy, Limits
 from trio_infer.protocol.jsontext import error_json
 from trio_infer.wire.buffers import Buffer
-from trio_infer.wire.connection import Connection
+from trio_infer.wire.connection import Body, Connection
 from trio_infer.wire.headers import Headers
 from trio_infer.wire.pace import Pace, Waiting
 from trio_infer.wire.sentinel import Sentinel
@@ -39,7 +39,7 @@ from trio_infer.wire.transport import Departed, open_transport
 
 _Args = TypeVarTuple("_Args")
 
-__all__ = ["Application", "Conversation", "Exchange", "WireSettings", "unwrap"]
+__all__ = ["Application", "Body", "Conversation", "Exchange", "WireSettings", "unwrap"]
 
 logger: logging.Logger = logging.getLogger("trio_infer.wire")
 
@@ -97,7 +97,7 @@ class Exchange:
         """Bytes of the body, 0 if there is none; None if that is not known beforehand."""
         return self._connection.content_length
 
-    async def body(self, limit: int, too_large: InferError) -> bytearray:
+    async def body(self, limit: int, too_large: InferError) -> Body:
         """The whole body, at most `limit` bytes; see `Connection.read_body`."""
         return await self._connection.read_body(limit, too_large)
 
@@ -231,7 +231,8 @@ class Conversation:
                     self.abort(CancelReason.DISCONNECTED)
                 finally:
                     self._finish_life()
-                    nursery.cancel_scope.cancel()
+                    if not self.sentinel.saw_departure:  # else it ends by itself, which costs half as much
+                        nursery.cancel_scope.cancel()
         finally:  # the sentinel has ended: closing may read
             await self.connection.close()
 
