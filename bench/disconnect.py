@@ -6,9 +6,9 @@ in a worker thread, which asks `request.is_cancelled()` every 0.2 ms. Each throu
 
 - One at a time: the client waits until the model says that it runs, then 1 to 3 ms more so that the server
   sleeps, stamps the time, and closes.
-- All at once: 200 requests run, and their connections are closed one after the other without a pause. 200 threads that
-  ask every 0.2 ms would be a million questions a second, and measure only the GIL: here they ask every 20 ms, so what
-  `poll` takes includes 10 ms of its own on average.
+- All at once: 200 requests run, and their connections are closed one after the other without a pause; five times, of
+  which the medians are given. 200 threads that ask every 0.2 ms would be a million questions a second, and measure only
+  the GIL: here they ask every 20 ms, so what `poll` takes to be *told* includes up to 20 ms of its own.
 
 Client and server are two processes. Both stamp CLOCK_MONOTONIC, which is the same in all processes; the server keeps
 its stamps in memory and gives them when a round is over. *Flag* is when `is_cancelled()` is true. *Told* is when the
@@ -23,6 +23,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from statistics import median
 
 from _harness import BenchServer, connect, percentile, post, report, reset_on_close, table, verdict
@@ -91,26 +92,22 @@ def measure(slots: int, rounds: int, poll: float) -> list[list[object]]:
         for model in MODELS:
             for action in ACTIONS:
                 for leave in LEAVES:
-                    flag: list[float] = []
-                    told: list[float] = []
-                    free: list[float] = []
-                    cpu = []
+                    bursts, cpu = [], []
                     for _ in range(rounds):
                         closed_at, start = leave_together(server, model, action, leave, slots, poll)
-                        more_flag, more_told, more_free = delays(server, closed_at)
-                        flag += more_flag
-                        told += more_told
-                        free += more_free
+                        bursts.append(delays(server, closed_at))
                         cpu.append((server.cpu_ns() - start) / slots / 1000)
-                    rows.append(
-                        [model, action, leave, *spread(flag), *spread(told), *spread(free)]
-                        + [median(cpu)] * (slots > 1)
-                    )
+                    columns = [column for event in zip(*bursts, strict=True) for column in spread(event, slots > 1)]
+                    rows.append([model, action, leave, *columns] + [median(cpu)] * (slots > 1))
     return rows
 
 
-def spread(values: list[float]) -> list[float]:
-    return [percentile(values, 50), percentile(values, 99), max(values)]
+def spread(rounds: Sequence[list[float]], bursts: bool) -> list[float]:
+    """p50, p99 and maximum: of all values, or if each round is a burst, the median of each burst's p50 and p99."""
+    values = [value for round_ in rounds for value in round_]
+    if not bursts:
+        return [percentile(values, 50), percentile(values, 99), max(values)]
+    return [*(median(percentile(round_, share) for round_ in rounds) for share in (50, 99)), max(values)]
 
 
 def worst(rows: list[list[object]], column: int) -> float:
