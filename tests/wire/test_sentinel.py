@@ -151,6 +151,41 @@ async def test_taking_turns_never_makes_two_tasks_wait_on_one_descriptor() -> No
             assert not life.cancelled
 
 
+async def test_the_sentinels_sleep_outlasts_its_guard_and_then_wakes_the_reader() -> None:
+    async with over_tcp() as (client, transport, sentinel):
+        async with guarded(sentinel) as life:
+            await settle()
+        received = []
+
+        async def read() -> None:
+            received.append(await transport.receive(lambda: None))
+
+        with trio.fail_after(2):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read)
+                await settle()
+                await client.send_all(b"GET /next")
+        assert received == [b"GET /next"]
+        assert not life.cancelled
+        async with guarded(sentinel) as second:
+            await client.aclose()
+            await trio.sleep_forever()
+        assert second.cancelled
+
+
+async def test_a_sleep_that_outlasts_its_guard_judges_by_the_request_in_hand_when_it_ends() -> None:
+    async with over_tcp() as (client, _, sentinel):
+        async with guarded(sentinel):
+            await settle()
+        async with guarded(sentinel, pipelined=True) as second:  # has bytes behind it, so it is not watched
+            await client.aclose()
+            await settle()
+        assert not second.cancelled
+        async with guarded(sentinel) as third:
+            await trio.sleep_forever()
+        assert third.cancelled
+
+
 # -- Pipelining ---
 
 

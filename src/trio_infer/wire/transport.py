@@ -84,6 +84,9 @@ class Transport(Protocol):
     def look(self) -> Sight:
         """What the connection shows now, taking nothing, waiting for nothing."""
 
+    def may_outlast(self, action: Action) -> bool:
+        """Whether `wait(action)` may go on when its guard has been left: it keeps nobody from receiving."""
+
     async def wait(self, action: Action) -> None:
         """Sleep until another `look` is worth it; `action` says what to sleep through. Spurious wake-ups are fine."""
 
@@ -120,6 +123,8 @@ class SocketTransport:
         self._sock.setblocking(False)
         self._epoll: select.epoll | None = None
         self._epoll_mask = -1
+        self._watched = False
+        self._readers = trio.lowlevel.ParkingLot()
         self._stretch = 0
         self.waited: bool = False
 
@@ -159,7 +164,10 @@ class SocketTransport:
         before_wait()
         self.waited = True
         self._stretch = 0
-        await trio.lowlevel.wait_readable(self._sock)
+        if self._watched:  # one task may wait on a descriptor; the sentinel still does, and wakes this one
+            await self._readers.park()
+        else:
+            await trio.lowlevel.wait_readable(self._sock)
 
     async def send(self, buffers: Sequence[Buffer], before_wait: BeforeWait) -> None:
         for buffer in gather(buffers):
@@ -190,9 +198,17 @@ class SocketTransport:
                 return Sight.RESET if events & (select.EPOLLHUP | select.EPOLLERR) else Sight.EOF
         return peek(self._sock)
 
+    def may_outlast(self, action: Action) -> bool:
+        return action is Action.WAIT
+
     async def wait(self, action: Action) -> None:
         if action is Action.WAIT:
-            await trio.lowlevel.wait_readable(self._sock)
+            self._watched = True
+            try:
+                await trio.lowlevel.wait_readable(self._sock)
+            finally:
+                self._watched = False
+                self._readers.unpark_all()
         elif HAS_EPOLL:
             await trio.lowlevel.wait_readable(self._hangup(action))
         else:
@@ -289,6 +305,9 @@ class StreamTransport:
 
     def look(self) -> Sight:
         return self._sight
+
+    def may_outlast(self, action: Action) -> bool:
+        return False  # what arrives would go to the sentinel
 
     async def wait(self, action: Action) -> None:
         if action is Action.WAIT and self._sight is not Sight.QUIET:
