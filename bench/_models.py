@@ -74,7 +74,7 @@ class Stream(Wait):
 
     name = "stream"
 
-    async def infer(self, request: InferRequest) -> AsyncIterator[dict[str, Any]]:  # type: ignore[override]
+    async def infer(self, request: InferRequest) -> AsyncIterator[dict[str, Any]]:
         for _ in range(10):
             await trio.sleep(float(request.inputs["seconds"][0]) / 10)
             yield {"seconds": request.inputs["seconds"]}

@@ -58,7 +58,7 @@ class Streamer(Ticker):
 
     name: str = "streamer"
 
-    async def infer(self, request: InferRequest) -> AsyncIterator[dict[str, np.ndarray[Any, Any]]]:  # type: ignore[override]
+    async def infer(self, request: InferRequest) -> AsyncIterator[dict[str, np.ndarray[Any, Any]]]:
         self.runs += 1
         self.started.set()
         try:

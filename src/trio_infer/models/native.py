@@ -9,7 +9,7 @@ yield` (any number). Cancellation is trio's: when the client leaves, the `await`
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, TypeAlias, cast
 
@@ -45,7 +45,7 @@ class Model:
     instances: int | None = None
     on_disconnect: Literal["cancel", "finish"] | None = None
 
-    def infer(self, request: InferRequest) -> Awaitable[ModelOutput] | AsyncGenerator[ModelOutput, None]:
+    def infer(self, request: InferRequest) -> Awaitable[ModelOutput] | AsyncIterator[ModelOutput]:
         """Answer one request: write it as `async def`, with `return` for one response or with `yield` for any number.
 
         Args:
