@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import attrs
 import numpy as np
+import pytest
 import trio
 
 from trio_infer import InferRequest, Life, Model, Phase, Server, TensorSpec
@@ -93,6 +95,11 @@ class Failing(Model):
 
     async def infer(self, request: InferRequest) -> dict[str, np.ndarray[Any, Any]]:
         raise ValueError("boom-42")
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    """Skips a test where a program is missing that a fresh machine may not have."""
+    return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} is not installed")
 
 
 def post(model: str, action: str, document: object, *headers: str, version: str = "1.1") -> bytes:

@@ -24,6 +24,7 @@ import pytest
 import trustme
 
 from command import PATIENCE, Command
+from support import needs
 from trio_infer.cli import main
 
 
@@ -54,6 +55,7 @@ def native_model(root: Path, name: str, body: str) -> None:
 # -- Up -------------------------------------------------------------------------------------------------------------
 
 
+@needs("curl")
 def test_the_first_line_says_where_it_is_ready_and_the_hints_below_work_as_pasted(
     start: Callable[..., Command],
 ) -> None:

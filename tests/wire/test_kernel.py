@@ -15,7 +15,7 @@ import pytest
 import trio
 import trio.testing
 
-from support import Client, Echo, Served, Streamer, Ticker, get, infer_echo, infer_ticks, post, serving
+from support import Client, Echo, Served, Streamer, Ticker, get, infer_echo, infer_ticks, needs, post, serving
 from trio_infer import DisconnectPolicy, InferRequest, Limits, Model, TensorSpec
 from trio_infer.wire.transport import SocketTransport
 
@@ -191,6 +191,7 @@ async def curl(served: Served, path: str, *options: str) -> tuple[bytes, float]:
     return output, float(seconds)
 
 
+@needs("curl")
 async def test_curl_uploads_without_waiting_and_reads_what_was_compressed(tmp_path: Path) -> None:
     values = 2**19
     tensor = np.arange(values, dtype="<f4").tobytes()

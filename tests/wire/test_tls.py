@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import ssl
 import subprocess
 import tempfile
@@ -15,7 +14,7 @@ import pytest
 import trio
 import trustme
 
-from support import Client, Served, Ticker, get, infer_ticks, serving
+from support import Client, Served, Ticker, get, infer_ticks, needs, serving
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +129,8 @@ async def openssl(served: Served, authority: trustme.CA) -> AsyncIterator[trio.P
             nursery.cancel_scope.cancel()
 
 
+@needs("openssl")
 async def test_a_key_update_while_waiting_is_no_departure(authority: trustme.CA) -> None:
-    assert shutil.which("openssl"), "install openssl"
     server_context, _ = contexts(authority, ssl.TLSVersion.TLSv1_3)
     model = Ticker()
     async with serving(model, ssl_context=server_context) as served, openssl(served, authority) as process:
