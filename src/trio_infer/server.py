@@ -20,7 +20,7 @@ import attrs
 import trio
 
 from trio_infer.api.v2 import V2
-from trio_infer.errors import SetupError
+from trio_infer.errors import ModelLoadError, SetupError
 from trio_infer.lifecycle import CancelReason, LifeWatcher
 from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
 from trio_infer.models.native import Model, NativeRunner
@@ -30,7 +30,7 @@ from trio_infer.observe.statistics import RequestCounters, RequestStatistics
 from trio_infer.scheduling.catalog import Catalog, ServedModel
 from trio_infer.scheduling.ticket import QueueStatistics
 from trio_infer.wire.listeners import accept_forever, open_listeners, set_keepalive
-from trio_infer.wire.serve import Conversation, WireSettings, unwrap
+from trio_infer.wire.serve import Conversation, WireSettings, sole
 from trio_infer.wire.transport import HAS_EPOLL
 
 __all__ = ["Address", "Server", "ServerStatistics"]
@@ -124,7 +124,7 @@ class Server:
         disconnect = disconnect or DisconnectPolicy()
         if disconnect.pipelined == "watch" and not HAS_EPOLL:
             raise SetupError('pipelined="watch" needs Linux (epoll); use "disarm"')
-        self._catalog = Catalog(NativeRunner(model) if isinstance(model, Model) else model for model in models)
+        self._catalog = Catalog(_runner(model) for model in models)
         self._counters = RequestCounters()
         self._settings = WireSettings(
             limits=limits,
@@ -138,6 +138,7 @@ class Server:
         self._places = trio.Semaphore(limits.max_connections)
         self._conversations: set[Conversation] = set()
         self._nobody = trio.lowlevel.ParkingLot()
+        self._begun = False
         self._drain = trio.Event()
         self._application = V2(catalog=self._catalog, limits=limits, name=name, draining=self._drain.is_set)
 
@@ -161,7 +162,9 @@ class Server:
         listeners: Sequence[trio.abc.Listener[trio.abc.Stream]] | None = None,
         task_status: trio.TaskStatus[Sequence[Address]] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Load the models, listen, and answer requests until `drain` is called. A server serves once.
+        """Listen, load the models, and answer requests until `drain` is called. A server serves once.
+
+        The port is taken first, so that one in use is known at once; connections made while models load wait for them.
 
         Args:
             host: a name or address to listen on; None for all.
@@ -172,16 +175,20 @@ class Server:
         Raises:
             OSError: the address can't be listened on.
             ModelLoadError: a model could not be loaded.
+            RuntimeError: it has served before.
 
         Cancellation: stops at once: requests in hand are cancelled, connections and listeners closed, models unloaded.
         The models' clean-up has a time limit (5 s) and is otherwise shielded.
         """
+        if self._begun:
+            raise RuntimeError("a Server serves once; make another")
+        self._begun = True
         try:
             if listeners is None:
                 listeners = await open_listeners(host, port)
             await self._serve(list(listeners), task_status)
         except BaseExceptionGroup as group:
-            raise _sole(group) from None
+            raise _matter(group) from None
 
     async def _serve(
         self, listeners: list[trio.abc.Listener[trio.abc.Stream]], task_status: trio.TaskStatus[Sequence[Address]]
@@ -234,14 +241,14 @@ class Server:
                 if not self._conversations:
                     self._nobody.unpark_all()
         except Exception as error:
-            logger.error("a connection ended by a bug in the server", exc_info=unwrap(error))
+            logger.error("a connection ended by a bug in the server", exc_info=sole(error))
         finally:
             self._places.release()
 
     async def _drain_connections(self) -> None:
         for conversation in list(self._conversations):
             conversation.drain()
-        if self._conversations:
+        if any(conversation.busy for conversation in self._conversations):
             logger.info("Waiting for in-flight requests to complete.")
         with trio.move_on_after(self._exit_timeout):
             await self._all_gone()
@@ -268,6 +275,15 @@ class Server:
                 nursery.start_soon(_unload, model)
 
 
+def _runner(model: Model | Runner) -> Runner:
+    if isinstance(model, Model):
+        return NativeRunner(model)
+    if isinstance(model, type) or not hasattr(model, "signature"):
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise ModelLoadError(name, "models are objects of subclasses of trio_infer.Model, such as `MyModel()`")
+    return model
+
+
 async def _unload(model: ServedModel) -> None:
     name = model.signature.name
     with trio.move_on_after(SETTLING) as settling:
@@ -279,7 +295,7 @@ async def _unload(model: ServedModel) -> None:
         try:
             await model.unload()
         except Exception as error:
-            logger.error("model '%s' failed to clean up", name, exc_info=unwrap(error))
+            logger.error("model '%s' failed to clean up", name, exc_info=sole(error))
     if unloading.cancelled_caught:
         logger.error("model '%s' took more than %g s to clean up, and was left at it", name, UNLOADING)
 
@@ -289,10 +305,7 @@ async def _close(listeners: Sequence[trio.abc.Listener[trio.abc.Stream]]) -> Non
         await listener.aclose()
 
 
-def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def _matter(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The one exception that is the matter, out of the groups that nurseries put it in; the group if there are more."""
-    _, rest = group.split(trio.Cancelled)
-    leaf: BaseException | None = rest
-    while isinstance(leaf, BaseExceptionGroup) and len(leaf.exceptions) == 1:
-        leaf = leaf.exceptions[0]
-    return group if leaf is None else leaf
+    rest = group.split(trio.Cancelled)[1]
+    return group if rest is None else sole(rest)

@@ -117,6 +117,48 @@ async def test_cancelling_from_outside_works_as_ever(pair: Any) -> None:
     assert not watch.departed
 
 
+async def test_a_nursery_in_the_block_is_cancelled_with_it_and_its_siblings_outside_are_not(pair: Any) -> None:
+    client, server = pair
+    survived = trio.Event()
+
+    async def handle() -> None:
+        async with cancel_on_disconnect(server) as watch, trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            nursery.start_soon(trio.sleep_forever)
+            await trio.aclose_forcefully(client)
+        assert watch.departed
+
+    async def sibling() -> None:
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        survived.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(handle)
+        nursery.start_soon(sibling)
+    assert survived.is_set()
+
+
+async def test_what_the_clean_up_raises_after_a_departure_comes_out(pair: Any) -> None:
+    client, server = pair
+    with pytest.raises(ValueError, match="in the clean-up"):
+        async with cancel_on_disconnect(server):
+            try:
+                await trio.aclose_forcefully(client)
+                await trio.sleep_forever()
+            finally:
+                raise ValueError("in the clean-up")
+
+
+async def test_what_the_clean_up_raises_after_a_cancel_from_outside_comes_out(pair: Any) -> None:
+    _, server = pair
+    with pytest.raises(ValueError, match="in the clean-up"), trio.move_on_after(0.01):
+        async with cancel_on_disconnect(server):
+            try:
+                await trio.sleep_forever()
+            finally:
+                raise ValueError("in the clean-up")
+
+
 async def test_it_can_be_used_again_and_again_on_one_connection(pair: Any) -> None:
     client, server = pair
     for _ in range(20):

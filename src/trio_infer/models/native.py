@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, S
 from contextlib import aclosing
 from typing import Any, Literal, TypeAlias, cast
 
-from trio_infer.errors import ModelLoadError
+from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.models.runner import Instance, Send, Stops
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import Array, InferRequest, InferResponse, Signature, TensorSpec
@@ -121,15 +121,22 @@ class NativeRunner:
                 stream = cast("AsyncGenerator[ModelOutput, None]", self.model.infer(request))
                 async with aclosing(stream):
                     async for output in stream:
-                        await send(_response(output))
+                        await send(self._response(output))
             else:
-                await send(_response(await cast("Awaitable[ModelOutput]", self.model.infer(request))))
+                await send(self._response(await cast("Awaitable[ModelOutput]", self.model.infer(request))))
         finally:
             instance.end()
 
     async def unload(self) -> None:
         await self.model.unload()
 
-
-def _response(output: Any) -> InferResponse:
-    return output if isinstance(output, InferResponse) else InferResponse(output)
+    def _response(self, output: Any) -> InferResponse:
+        if isinstance(output, InferResponse):
+            return output
+        if isinstance(output, Mapping):
+            return InferResponse(output)
+        raise InferError(
+            f"`{type(self.model).__name__}.infer` must give a mapping of outputs or an InferResponse, "
+            f"got {type(output).__name__}",
+            ErrorCode.INTERNAL,
+        )

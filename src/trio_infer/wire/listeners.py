@@ -27,7 +27,7 @@ BACK_OFF: Final = 0.1
 
 
 async def open_listeners(host: str | None, port: int) -> list[trio.SocketListener]:
-    """Listen on `host` (all its addresses) and `port` (0: a free one, the same for all of them).
+    """Listen on `host` (all its addresses) and `port` (0: a free one, on the first of its addresses only).
 
     Raises:
         OSError: as the system says; `cannot_listen` words it for an operator.

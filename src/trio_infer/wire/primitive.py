@@ -9,7 +9,7 @@ from typing import Literal
 import trio
 
 from trio_infer.errors import SetupError
-from trio_infer.lifecycle import CancelReason, Life
+from trio_infer.lifecycle import Life
 from trio_infer.limits import DisconnectPolicy
 from trio_infer.wire.sentinel import Sentinel
 from trio_infer.wire.transport import HAS_EPOLL, SocketTransport, StreamTransport, open_transport
@@ -72,21 +72,15 @@ async def cancel_on_disconnect(
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sentinel.run)
-            with trio.CancelScope() as scope:
-
-                def cancel(reason: CancelReason) -> None:
-                    scope.cancel(reason=reason.value)
-
-                life.canceller = cancel
-                with sentinel.guard(life):
-                    try:
+            try:
+                with trio.CancelScope() as scope:
+                    life.canceller = lambda reason: scope.cancel(reason=reason.value)
+                    with sentinel.guard(life):
                         yield DisconnectWatch(life, transport)
-                    except trio.Cancelled:
-                        raise
-                    except BaseException as error:  # carried round the nursery, which would wrap it in a group
-                        raised = error
+            except BaseException as error:  # not the scope's; carried round the nursery, which would wrap it
+                raised = error
             nursery.cancel_scope.cancel()
     finally:
         transport.release()
-    if raised is not None:
-        raise raised
+        if raised is not None:
+            raise raised

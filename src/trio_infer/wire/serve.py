@@ -37,9 +37,9 @@ from trio_infer.wire.sentinel import Sentinel
 from trio_infer.wire.sights import Sight
 from trio_infer.wire.transport import Departed, open_transport
 
-_Args = TypeVarTuple("_Args")
+__all__ = ["Application", "Body", "Conversation", "Exchange", "WireSettings", "sole"]
 
-__all__ = ["Application", "Body", "Conversation", "Exchange", "WireSettings", "unwrap"]
+_Args = TypeVarTuple("_Args")
 
 logger: logging.Logger = logging.getLogger("trio_infer.wire")
 
@@ -102,8 +102,9 @@ class Exchange:
         return await self._connection.read_body(limit, too_large)
 
     def guard(self, on_disconnect: str | None = None) -> AbstractContextManager[None]:
-        """`with exchange.guard(): ...` cancels the request if the client leaves meanwhile. The body must be read by
-        then.
+        """`with exchange.guard(): ...` cancels the request if the client leaves meanwhile.
+
+        The body must have been read.
 
         Args:
             on_disconnect: the model's own policy, "cancel" or "finish"; None for the server's.
@@ -215,7 +216,7 @@ class Conversation:
         self._exchange: Exchange | None = None
 
     async def run(self) -> None:
-        """Answer requests until either side closes. Raises nothing but what the application's `BaseException`s are.
+        """Answer requests until either side closes. Raises only what the application raises beyond `Exception`.
 
         Cancellation: the request in hand ends as cancelled by shutdown; the connection is closed at once.
         """
@@ -238,10 +239,15 @@ class Conversation:
 
     # -- Shutdown ---------------------------------------------------------------------------------------------------
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is in hand: its headers have come, its answer has not been given."""
+        return self._exchange is not None
+
     def drain(self) -> None:
-        """Close now if no request is in hand (half a header is none), else after its answer."""
+        """Close now if no request is in hand (one in half of its headers is cancelled), else after its answer."""
         self.connection.last = True
-        if self._exchange is None:
+        if not self.busy:
             self.abort(CancelReason.SHUTDOWN)
             self._scope.cancel(reason=CancelReason.SHUTDOWN.value)
 
@@ -274,12 +280,12 @@ class Conversation:
             except Departed:
                 life.cancel(CancelReason.DISCONNECTED)
             except Exception as error:
-                await self._answer_error(unwrap(error))
+                await self._answer_error(error)
             except BaseExceptionGroup as group:  # from a model's nursery
                 stopped, rest = group.split(trio.Cancelled)
                 if stopped is None or not isinstance(rest, ExceptionGroup):
                     raise
-                _log_bug(life, unwrap(rest))
+                _log_bug(life, rest)
                 raise stopped from None
         if life.reason is CancelReason.SHUTDOWN:
             await self._say_farewell()
@@ -289,14 +295,18 @@ class Conversation:
         """The one place where an error becomes an answer."""
         life, exchange = self._life, self._exchange
         assert life is not None
-        if isinstance(error, InferError):
-            message, status = error.message, error.status
-            if isinstance(error, BadJSONError):
+        told = _first(error)
+        if isinstance(told, InferError):
+            message, status = told.message, told.status
+            if isinstance(told, BadJSONError):
                 status = self.settings.bad_json_status
-            if error.code is ErrorCode.INTERNAL and error.__cause__ is not None and not life.cancelled:
-                _log_bug(life, error.__cause__)
+            elif told.code is ErrorCode.INTERNAL and not life.cancelled:
+                if told.__cause__ is not None:
+                    _log_bug(life, told.__cause__)
+                else:
+                    logger.error("%s failed: %s", life.label, message)
         else:
-            message, status = f"{type(error).__name__}: {error}", 500
+            message, status = f"{type(told).__name__}: {told}", 500
             _log_bug(life, error)
         if life.cancelled or life.outcome is not None:
             self.connection.last = True  # nobody to tell, or it was told
@@ -331,21 +341,29 @@ class Conversation:
 
     def _finish_life(self) -> None:
         """Whatever has not come to its end by now has been stopped: see to it that this shows."""
-        life = self._life
-        if life is not None and life.outcome is None:
+        life, self._life, self._exchange = self._life, None, None
+        if life is None:
+            return
+        if life.outcome is None:
             life.cancel(CancelReason.SHUTDOWN)
             life.end()
-        if life is not None and life.reason is not None:
+        if life.reason is not None:
             self.connection.last = True
-        self._life = self._exchange = None
 
 
-def unwrap(error: BaseException) -> Exception:
-    """The exception inside groups of one; of several, the first (all are in the log)."""
+def sole(error: BaseException) -> BaseException:
+    """What is inside groups of one."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def _first(error: BaseException) -> BaseException:
+    """Of several errors at once, the one that the client is told; the log has all."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error if isinstance(error, Exception) else RuntimeError(str(error))
+    return error
 
 
 def _log_bug(life: Life, error: BaseException) -> None:
-    logger.error("%s failed", life.label or "a request", exc_info=error)
+    logger.error("%s failed", life.label or "a request", exc_info=sole(error))
