@@ -7,7 +7,7 @@
   The command prints its message as one line and exits with 1.
 
 Anything else that is raised is a bug, in a model or in the server: the client gets a 500, the log gets the traceback,
-    once.
+once.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 Everything that wants to know how a request is doing (statistics, the access log, a drain) watches its `Life`, and
 nothing keeps a tally of its own. That is why a request can't be counted twice, or as a success in one place and as
-cancelled in
-another: there is one table, below, and one way through it.
+cancelled in another: there are the tables below, and every move goes through them.
 
-    RECEIVING ── QUEUED ── RUNNING ── STREAMING ──┐
-        │           │         └────── SENDING ────┤── one Outcome
-        └───────────┴──────────────── SENDING ────┘
+    RECEIVING ──┬── QUEUED ──┬── RUNNING ──┬── STREAMING ──┐
+                ├────────────┘             │               ├── one Outcome
+                └── (refused, or no model) ┴── SENDING ────┘
 
 - RECEIVING: the head is read, the body is being read and decoded. Requests that no model answers (health, metadata, an
   unknown path) go straight on to SENDING, as does whatever is refused here.
@@ -16,10 +15,10 @@ another: there is one table, below, and one way through it.
 - STREAMING: the instance works on and parts of the answer are on their way.
 - SENDING: the answer is complete and is being sent.
 
-A life may be *cancelled* from any phase, once, with a reason; that is remembered together with the phase it struck,
-calls the canceller that the connection has attached (it cancels the request's cancel scope), and decides the outcome
-whatever else the request still does. A cancel that comes after the end changes nothing: the last byte was handed to
-the kernel.
+A life may be *cancelled* from any phase, once. The first cancel is remembered with its reason and the phase that it
+struck; it calls the canceller that the connection has attached (which cancels the request's scope), and decides the
+outcome whatever else the request still does. A cancel that comes after the end changes nothing: the last byte was
+handed to the kernel.
 
 What this does not do: it knows no clock but `perf_counter_ns`, no trio, no HTTP beyond a status number.
 """
@@ -52,7 +51,7 @@ class Outcome(enum.Enum):
     REJECTED = "rejected"
     """Answered with a 4xx: the request was at fault."""
     FAILED = "failed"
-    """Answered with a 5xx, or with an error event in mid-stream: the model or the server was at fault."""
+    """Answered with a 5xx, or told of an error under a 200: the model or the server was at fault."""
     CANCELLED = "cancelled"
     """Stopped; the reason and the phase say why and when."""
     UNDELIVERED = "undelivered"

@@ -40,7 +40,7 @@ class Limits:
             cancelled as *stalled*. (nginx send_timeout: 60.)
         linger_timeout: seconds for which a refused upload is read and thrown away, so that its client can read the
             refusal. (nginx lingering_timeout: 5.)
-        max_connections: connections open at once; further ones wait in the listen queue. (HAProxy's maxconn rule.)
+        max_connections: connections open at once; further ones wait in the listen queue. (As with HAProxy's maxconn.)
         max_json_depth: nesting of a JSON body. (Triton: 100.)
     """
 
@@ -79,8 +79,7 @@ class DisconnectPolicy:
 
 @attrs.frozen(kw_only=True)
 class Keepalive:
-    """TCP's own means against a peer that vanished without a FIN (power, cable, NAT): whole seconds, set on each
-    socket.
+    """TCP's own means against a peer that vanished without a FIN (power, cable, NAT); whole seconds.
 
     Attributes:
         tcp_keepalive_idle: seconds of silence before the first probe. (Go's net/http: 15; Linux alone: 7200.)

@@ -87,7 +87,7 @@ class InstanceQueue:
         """Enter the queue; the ticket has its instance already if one was free."""
         ticket = Ticket()
         if self._limit is None:
-            self._grant(ticket, Instance(self._running))
+            self._grant(ticket, Instance(0))  # nothing tells unlimited instances apart
         elif self._free:
             self._grant(ticket, self._free.popleft())
         else:

@@ -151,7 +151,7 @@ class Connection:
                 self.last |= ambiguous  # a proxy on the way may have thought otherwise (RFC 9112, section 6.1)
                 if held - len(self._h11.trailing_data[0]) > self._limits.max_header_size:
                     self.last = True
-                    raise InferError("malformed HTTP request: its headers are too long", status=431)
+                    raise self._head_too_long()
                 return event
             if event is not h11.NEED_DATA:
                 raise Departed
@@ -233,17 +233,23 @@ class Connection:
         try:
             return self._h11.next_event()
         except h11.RemoteProtocolError as error:
+            if error.error_status_hint == 431:
+                raise self._head_too_long() from None
             what = str(error).partition(": bytearray(")[0]  # h11 quotes the line, as Python writes it
             raise InferError(f"malformed HTTP request: {what}", status=error.error_status_hint) from None
+
+    def _head_too_long(self) -> InferError:
+        size = self._limits.max_header_size
+        return InferError(f"the request's line and headers are longer than {size} bytes", status=431)
 
     # -- Writing an answer ------------------------------------------------------------------------------------------
 
     async def respond(self, status: int, headers: Headers, buffers: Sequence[Buffer]) -> None:
         """Send a complete answer: one segment if it is small."""
-        body = [] if self._is_head else [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-        length = sum(memoryview(buffer).nbytes for buffer in buffers)
+        body = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        length = sum(len(view) for view in body)
         out = list(self._start(status, [*headers, ("content-length", str(length))]))
-        for view in body:
+        for view in [] if self._is_head else body:
             out += self._h11.send_with_data_passthrough(h11.Data(data=view)) or ()  # type: ignore[arg-type]
         out += self._h11.send_with_data_passthrough(h11.EndOfMessage()) or ()
         await self._send(out)

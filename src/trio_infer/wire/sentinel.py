@@ -22,7 +22,7 @@ Two tasks must never wait on one descriptor. There are two ways to see to that, 
 
 Facts it rests on (Linux, Python 3.11, trio 0.35):
 
-- A nursery and a task per request would cost 0.2 ms each; a parked task that is woken costs some 10 us. A request that
+- A nursery with its tasks per request would cost 0.2 ms; a parked task that is woken costs some 10 us. A request that
   never sleeps is over before the sentinel has run at all.
 - `wait_readable` is level-triggered: to go on waiting after having seen a byte would spin. Hence DISARM, or the nested
   epoll of the WATCH actions, which sleeps through bytes.
@@ -116,7 +116,7 @@ class Sentinel:
             self._watch.cancel()
 
     async def aside(self) -> None:
-        """Return when the sentinel has let go of the stream; at once on sockets, and whenever it is parked."""
+        """Return when the sentinel has let go of the stream: at once if it is parked, or in a wait that may outlast."""
         while self._watch is not None:
             await self._aside.park()
 
