@@ -64,7 +64,7 @@ def test_the_first_line_says_where_it_is_ready_and_the_hints_below_work_as_paste
         r"trio-infer 0\.\d+\.\d+ is ready on http://127\.0\.0\.1:\d+ \(models: identity, slow, summarize\)",
         command.ready(),
     )
-    command.await_log("noticed after 75 s at the latest")
+    command.await_log("noticed after some 75 s")
     lines = [command.out.get(timeout=PATIENCE) for _ in range(5)]
     identity, summarize, slow = (line for line in lines if line.startswith("  curl "))
 

@@ -90,9 +90,11 @@ def _run(options: Options) -> int:
         bad_json_status=options.bad_json_status,
     )
     names = dict.fromkeys(name for name, _ in server.statistics().models)
+    if not names:
+        logger.warning("there is no model in %s", " or ".join(str(root) for root in options.model_repository))
     _allow_open_files(options)
     logger.info(
-        "a peer that vanishes without a word is noticed after %g s at the latest (--tcp-keepalive-idle and the like)",
+        "a peer that vanishes without a word is noticed after some %g s (--tcp-keepalive-idle and the like)",
         options.keepalive.worst_case,
     )
 
@@ -210,8 +212,9 @@ def _ssl_context(options: Options) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, _no_password)
     except (ssl.SSLError, ValueError) as error:
-        why = getattr(error, "reason", None) or "there is no certificate with its private key (PEM) in it"
-        raise SetupError(f"can't serve TLS with {files}: {str(why).replace('_', ' ').lower()}") from error
+        reason = getattr(error, "reason", None)
+        why = reason.replace("_", " ").lower() if reason else "a certificate and its private key (PEM) must be there"
+        raise SetupError(f"can't serve TLS with {files}: {why}") from error
     return context
 
 

@@ -92,6 +92,12 @@ def test_a_model_that_cannot_be_served_says_why(repository: Repository, files: d
     assert caught.value.model == "m"
 
 
+def test_a_model_given_as_a_repository_is_told_apart(repository: Repository) -> None:
+    repository.model("m", EMPTY)
+    with pytest.raises(SetupError, match="is a model, not a repository: give the directory that it is in"):
+        find_models([repository.root / "m"])
+
+
 def test_a_configuration_that_is_not_text_is_a_load_error(repository: Repository) -> None:
     repository.model("m", EMPTY)
     (repository.root / "m/config.pbtxt").write_bytes(b"\xff")

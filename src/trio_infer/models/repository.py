@@ -37,7 +37,7 @@ def find_models(roots: Sequence[Path], *, auto_complete: bool = True) -> list[Ru
         by name, the versions of each from the lowest.
 
     Raises:
-        SetupError: a repository isn't a directory.
+        SetupError: a repository isn't a directory, or is a model.
         ModelLoadError: of the first model, by name, that can't be served; or two repositories have it.
     """
     found: dict[str, Path] = {}
@@ -45,6 +45,8 @@ def find_models(roots: Sequence[Path], *, auto_complete: bool = True) -> list[Ru
         if not root.is_dir():
             fault = "is not a directory" if root.exists() else "does not exist"
             raise SetupError(f"the model repository {root} {fault}")
+        if (root / "config.pbtxt").is_file():
+            raise SetupError(f"{root} is a model, not a repository: give the directory that it is in")
         for directory in root.iterdir():
             name = directory.name
             if name.startswith(".") or name in _NO_MODELS or not directory.is_dir():
