@@ -120,7 +120,7 @@ def test_sigterm_lets_a_running_request_finish_and_no_half_header_delays_that(
         connection = command.post_slow(steps=12)
         command.await_log("slow: step 1 of 12")
         command.process.send_signal(signal.SIGTERM)
-        command.await_log("SIGTERM: going down, in 30 s at the latest; once more, and it is now")
+        command.await_log("SIGTERM: going down, requests have 30 s to finish; once more, and it is now")
         assert command.refuses()
         response = connection.getresponse()
         assert json.load(response)["steps_done"] == 12

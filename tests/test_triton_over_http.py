@@ -216,6 +216,28 @@ class TritonPythonModel:
 """
 
 
+async def test_an_exception_is_logged_once_with_the_models_traceback(
+    write: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            raise ValueError("boom-42")
+    """
+    async with serving(*find_models([write("raising", code)])) as served:
+        client = await served.connect()
+        answer = await client.ask(post("raising", "infer", REQUEST))
+        assert answer.status == 500
+        assert "ValueError: boom-42" in answer.json["error"]
+        assert (await client.ask(post("raising", "infer", REQUEST))).status == 500, "the connection lives on"
+        await client.close()
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 2
+    for record in errors:
+        assert record.exc_info is not None
+        assert isinstance(record.exc_info[1], ValueError)
+
+
 async def test_a_decoupled_stream_stops_when_its_reader_leaves(write: Any, log: Any) -> None:
     extra = "model_transaction_policy { decoupled: true }"
     async with serving(*find_models([write("tokens", TOKENS, extra)])) as served:

@@ -159,7 +159,7 @@ class _Course:
                 elif not draining:
                     draining = True
                     seconds = self.options.exit_timeout_secs
-                    logger.info("%s: going down, in %g s at the latest; once more, and it is now", name, seconds)
+                    logger.info("%s: going down, requests have %g s to finish; once more, and it is now", name, seconds)
                     self.server.drain()
                     continue
                 else:

@@ -180,7 +180,7 @@ def execute(self, requests):
         await client.ask()
     assert caught.value.code is ErrorCode.INTERNAL
     assert numbers(client) == [0, 1, 2]
-    assert [record.message for record in caplog.records] == ["model instance 'm_0' failed"]
+    assert not caplog.records, "whoever answers the request logs it, once"
     assert not client.instance.working
 
 

@@ -55,6 +55,18 @@ async def test_a_drain_waits_for_a_body_that_is_on_its_way(autojump_clock: Any) 
         assert (answer.status, answer.headers["connection"]) == (200, "close")
 
 
+async def test_a_client_that_is_stuck_in_its_body_delays_the_end_of_a_drain_by_little(autojump_clock: Any) -> None:
+    async with serving(Ticker(), memory=True, exit_timeout=3) as served:
+        client = served.connect_in_memory()
+        await client.send(infer_ticks(1)[:-5])
+        await trio.sleep(1)
+        served.server.drain()
+        assert (await client.answer()).status == 503
+        await served.finished.wait()
+        assert trio.current_time() == pytest.approx(4.25)
+        assert served.cancelled() == {("shutdown", "receiving"): 1}
+
+
 async def test_at_the_end_of_a_drain_each_client_is_told_in_the_way_that_is_left(autojump_clock: Any) -> None:
     ticker, streamer = Ticker(instances=1), Streamer()
     async with serving(ticker, streamer, memory=True, exit_timeout=3) as served:

@@ -175,8 +175,11 @@ class V2:
         limits = self.limits
         if binary and encoding is None:
             return await exchange.body(limits.max_body_size, _too_large(exchange, limits.max_body_size, 413))
-        too_large = _too_large(exchange, limits.http_max_input_size, 400)
-        body = await exchange.body(limits.http_max_input_size, too_large)
+        if limits.max_body_size < limits.http_max_input_size:
+            limit, status = limits.max_body_size, 413
+        else:
+            limit, status = limits.http_max_input_size, 400
+        body = await exchange.body(limit, _too_large(exchange, limit, status))
         if encoding is None:
             return body
         return await _off_the_loop(len(body), _decompress, Decompressor(encoding, limits.http_max_input_size), body)

@@ -203,10 +203,6 @@ class TritonPythonRunner:
                     response = await _only_response(work)
                 work.leave()
                 await send(response)
-        except InferError as error:
-            if error.__cause__ is not None:
-                log.error("model instance '%s' failed", loaded.name, exc_info=error.__cause__)
-            raise
         finally:
             work.leave()
 

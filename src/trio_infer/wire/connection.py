@@ -82,6 +82,8 @@ class Connection:
         """Whether a part of an answer may have been sent, and its rest will not be."""
         self._overtaken = b""
         """Bytes of a next request that came with a body that went round h11."""
+        self.patience: float = limits.linger_timeout
+        """Seconds for which `close` lingers."""
         self.last: bool = False
         """Whether the answer in hand is the last on this connection."""
 
@@ -348,7 +350,7 @@ class Connection:
         try:
             answered = self._h11.our_state in (h11.DONE, h11.MUST_CLOSE) and not self._cut
             if answered and (not self._all_read or self.pipelined or self.transport.look() is Sight.DATA):
-                with trio.move_on_after(self._limits.linger_timeout):
+                with trio.move_on_after(self.patience):
                     await self.transport.send_eof()
                     while await self.transport.receive(lambda: None):
                         pass

@@ -46,6 +46,9 @@ logger: logging.Logger = logging.getLogger("trio_infer.wire")
 FAREWELL: Final = 1.0
 """Seconds that a client has to take the answer to a request that was stopped under it."""
 
+LINGER: Final = 0.25
+"""Seconds for which a connection lingers when the server is on its way down."""
+
 JSON: Final = ("content-type", "application/json")
 
 
@@ -247,6 +250,7 @@ class Conversation:
     def drain(self) -> None:
         """Close now if no request is in hand (one in half of its headers is cancelled), else after its answer."""
         self.connection.last = True
+        self.connection.patience = min(self.connection.patience, LINGER)
         if not self.busy:
             self.abort(CancelReason.SHUTDOWN)
             self._scope.cancel(reason=CancelReason.SHUTDOWN.value)
