@@ -151,7 +151,7 @@ def test_a_second_signal_means_now(number: signal.Signals, code: int, start: Cal
     command.post_slow(steps=1000)
     command.await_log("slow: step 1 of 1000")
     command.process.send_signal(signal.SIGINT)
-    command.await_log("going down, in 30 s")
+    command.await_log("going down, requests have 30 s")
     command.process.send_signal(number)
     command.await_log(f"{number.name}: going down now")
     assert command.end() == code
