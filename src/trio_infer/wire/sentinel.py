@@ -14,8 +14,8 @@ Two tasks must never wait on one descriptor. There are two ways to see to that, 
 
 - A plain wait for a socket to become readable *outlasts* its guard. It is the very wait that the next read needs, too:
   if the reader must sleep meanwhile, it parks behind the sentinel, which wakes it when it wakes itself. That saves a
-  cancel scope, a cancel, an exception and a registration with epoll, a request: with it the sentinel costs 5 % of the
-  CPU of a small inference that sleeps once, and with a scope for each guard it cost 13 %.
+  cancel scope, a cancel, an exception and a registration with epoll, a request: with it the sentinel costs 5 to 8 %
+  of the CPU of a small inference that sleeps once, and with a scope for each guard it cost 13 %.
 - Any other wait sits in a cancel scope, which leaving the guard cancels: behind a hang-up there is nothing to read, and
   what is read ahead from a stream must be given up. `CancelScope.cancel` takes a task out of `wait_readable` before it
   returns.
