@@ -60,7 +60,7 @@ class Storm:
             await stream.send_all(request)
             await trio.sleep(rng.uniform(0, 0.005))
             if rng.random() < 0.5:
-                reset_on_close(stream.socket)  # type: ignore[arg-type]
+                reset_on_close(stream.socket)  # type: ignore[arg-type]  # trio's has setsockopt, too
             await stream.aclose()
         finally:
             self._limiter.release_on_behalf_of(ticket)

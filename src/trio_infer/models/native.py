@@ -57,7 +57,7 @@ class Model:
         Cancellation: the client's leaving raises `trio.Cancelled` at the next checkpoint. Clean-up in `finally` that
         awaits is cancelled too, unless it is shielded; a shield must have a time limit.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # never reached: a runner takes only models whose `infer` is `async def`
 
     async def load(self) -> None:
         """Called once, before the first request. An exception here stops the server from starting."""

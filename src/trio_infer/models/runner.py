@@ -30,7 +30,8 @@ class Instance:
     """One place in which one run at a time may happen.
 
     Args:
-        index: from 0; a runner that keeps a state for each instance finds it by this.
+        index: from 0; a runner that keeps a state for each instance finds it by this. All are 0 if their number is
+            unlimited.
 
     Attributes:
         working: whether work is going on in it. Only the trio thread may read or change this.

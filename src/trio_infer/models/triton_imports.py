@@ -96,7 +96,7 @@ class ModelCode:
         self,
         name: str,
         globals: Mapping[str, object] | None = None,  # noqa: A002 (`__import__`'s names)
-        locals: Mapping[str, object] | None = None,  # noqa: A002
+        locals: Mapping[str, object] | None = None,  # noqa: A002 (as above)
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:

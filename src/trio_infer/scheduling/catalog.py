@@ -27,15 +27,21 @@ class ServedModel:
         self._queue = InstanceQueue(runner.instances)
         self.ready: bool = False
         self._begun = False
-        self.signature: Signature
-        self.config: ModelConfig
-        self.refresh()
 
-    def refresh(self) -> None:
-        """Read again what loading may have completed."""
-        self.signature = self._runner.signature
-        self.config = self._runner.config
-        self.on_disconnect: Literal["cancel", "finish"] | None = self._runner.on_disconnect
+    @property
+    def signature(self) -> Signature:
+        """What requests are checked against; loading may complete it."""
+        return self._runner.signature
+
+    @property
+    def config(self) -> ModelConfig:
+        """What `/config` answers; loading may complete it."""
+        return self._runner.config
+
+    @property
+    def on_disconnect(self) -> Literal["cancel", "finish"] | None:
+        """What happens when the client leaves; None leaves it to the server."""
+        return self._runner.on_disconnect
 
     async def load(self) -> None:
         """Load the model, and be ready.
@@ -45,7 +51,6 @@ class ServedModel:
         """
         self._begun = True
         await self._runner.load()
-        self.refresh()
         self.ready = True
 
     async def infer(self, life: Life, request: InferRequest, send: Send) -> None:

@@ -73,16 +73,6 @@ class InstanceQueue:
         """How it stands, now."""
         return QueueStatistics(self._limit, self._running, len(self._waiting), self._abandoned)
 
-    async def wait_turn(self, ticket: Ticket) -> Instance:
-        """Wait until the ticket has an instance. Whoever drew the ticket gives it up, in a `finally`.
-
-        Cancellation: just stops waiting.
-        """
-        if ticket.granted is not None:
-            await ticket.granted.wait()
-        assert ticket.instance is not None
-        return ticket.instance
-
     def draw(self) -> Ticket:
         """Enter the queue; the ticket has its instance already if one was free."""
         ticket = Ticket()
@@ -94,6 +84,16 @@ class InstanceQueue:
             ticket.granted = trio.Event()
             self._waiting[ticket] = None
         return ticket
+
+    async def wait_turn(self, ticket: Ticket) -> Instance:
+        """Wait until the ticket has an instance. Whoever drew the ticket gives it up, in a `finally`.
+
+        Cancellation: just stops waiting.
+        """
+        if ticket.granted is not None:
+            await ticket.granted.wait()
+        assert ticket.instance is not None
+        return ticket.instance
 
     def give_up(self, ticket: Ticket) -> None:
         """Leave: the queue, if still waiting, or the instance."""

@@ -252,7 +252,7 @@ class Connection:
         length = sum(len(view) for view in body)
         out = list(self._start(status, [*headers, ("content-length", str(length))]))
         for view in [] if self._is_head else body:
-            out += self._h11.send_with_data_passthrough(h11.Data(data=view)) or ()  # type: ignore[arg-type]
+            out += self._h11.send_with_data_passthrough(h11.Data(data=view)) or ()  # type: ignore[arg-type]  # anything with a length passes through
         out += self._h11.send_with_data_passthrough(h11.EndOfMessage()) or ()
         await self._send(out)
 
@@ -263,7 +263,7 @@ class Connection:
     async def send_part(self, data: Buffer) -> None:
         """Send a part of a streamed answer, one chunk, now."""
         if not self._is_head:
-            await self._send_event(h11.Data(data=data))  # type: ignore[arg-type]
+            await self._send_event(h11.Data(data=data))  # type: ignore[arg-type]  # as above
 
     async def end_stream(self) -> None:
         await self._send_event(h11.EndOfMessage())

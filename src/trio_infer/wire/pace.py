@@ -35,7 +35,7 @@ class Pace:
         limits: the seconds.
     """
 
-    __slots__ = ("_by", "_limits", "_scope", "waiting")
+    __slots__ = ("_limits", "_scope", "waiting")
 
     def __init__(self, scope: trio.CancelScope, limits: Limits) -> None:
         self._scope = scope
@@ -43,17 +43,21 @@ class Pace:
         self.waiting: Waiting = Waiting.NOTHING
 
     def idle(self) -> None:
+        """The next request may take `idle_timeout` to begin."""
         if self.waiting is not Waiting.REQUEST:  # blank lines do not start it anew
             self._start(Waiting.REQUEST, self._limits.idle_timeout)
 
     def head(self) -> None:
+        """Its headers may take `header_timeout` in all."""
         if self.waiting is not Waiting.HEAD:  # counted from the first byte, not between two
             self._start(Waiting.HEAD, self._limits.header_timeout)
 
     def body(self) -> None:
+        """More of its body may take `body_timeout` to come."""
         self._start(Waiting.BODY, self._limits.body_timeout)
 
     def reader(self) -> None:
+        """The client may take `write_timeout` to read more of its answer."""
         self._start(Waiting.READER, self._limits.write_timeout)
 
     async def heed(self) -> None:

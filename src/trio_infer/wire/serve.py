@@ -1,4 +1,4 @@
-"""One connection from accept to close: a nursery with two children, and the loop that answers requests.
+"""One connection from accept to close: a nursery with two tasks, and the loop that answers requests.
 
 The *inference task* is the nursery's own body: it reads a request, hands it to the application, sees to the end of its
 life, and goes on to the next. The *sentinel* (`sentinel.py`) is the nursery's child. Nothing that a connection starts
