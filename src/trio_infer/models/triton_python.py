@@ -81,6 +81,7 @@ class TritonPythonRunner:
         self._works: set[Work] = set()
         self._idle = trio.Event()
         self.signature: Signature
+        self.on_disconnect: Literal["cancel", "finish"] | None
         self._read_config()
 
     def _read_config(self) -> None:
@@ -88,15 +89,12 @@ class TritonPythonRunner:
             self.signature = self.config.signature(str(self.version))
         except KeyError:  # a tensor without a datatype, which the model may still complete
             self.signature = Signature(self.config.name, str(self.version), (), ())
+        self.on_disconnect = self.config.on_disconnect
         self._executor = Executor(self.signature, self.config.reshapes)
 
     @property
     def instances(self) -> int:
         return self.config.instance_count
-
-    @property
-    def on_disconnect(self) -> Literal["cancel", "finish"] | None:
-        return self.config.on_disconnect
 
     @property
     def file(self) -> Path:
