@@ -179,6 +179,9 @@ class Endings:
     def life_moved(self, life: Life, left: Phase | None) -> None:
         pass
 
+    def work_ended(self, life: Life) -> None:
+        pass
+
     def life_ended(self, life: Life) -> None:
         if life.cancelled:
             STAMPS.append((life.request_id, "flag", life.struck_at))  # perf_counter is CLOCK_MONOTONIC on Linux

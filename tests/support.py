@@ -234,6 +234,9 @@ class Endings:
     def life_moved(self, life: Life, left: Phase | None) -> None:
         pass
 
+    def work_ended(self, life: Life) -> None:
+        pass
+
     def life_ended(self, life: Life) -> None:
         self.count += 1
         self._lot.unpark_all()

@@ -67,11 +67,17 @@ def test_a_cancel_decides_the_outcome_from_any_phase_and_remembers_where_it_stru
     assert told == [reason]
     assert life.end() is Outcome.CANCELLED
     assert (life.reason, life.struck) == (reason, phase)
-    assert life.status == {
-        CancelReason.DISCONNECTED: 499,
-        CancelReason.STALLED: 499,
-        CancelReason.SHUTDOWN: 503,
-    }.get(reason, life.status)
+    assert (
+        life.status
+        == {
+            CancelReason.DISCONNECTED: 499,
+            CancelReason.STALLED: 499,
+            CancelReason.REQUESTED: 499,
+            CancelReason.SHUTDOWN: 503,
+            CancelReason.UNLOADED: 503,
+            CancelReason.DEADLINE: 504,
+        }[reason]
+    )
 
 
 def test_a_cancel_after_the_end_changes_nothing() -> None:
@@ -82,6 +88,36 @@ def test_a_cancel_after_the_end_changes_nothing() -> None:
     assert not life.cancel(CancelReason.DISCONNECTED)
     assert not life.cancelled
     assert life.outcome is Outcome.COMPLETED
+
+
+def test_a_child_is_cancelled_with_its_parent_and_a_late_one_at_once() -> None:
+    parent = Life()
+    early = parent.child("inner")
+    grandchild = early.child("innermost")
+    done = parent.child("done")
+    done.advance(Phase.SENDING)
+    done.end()
+    parent.cancel(CancelReason.DISCONNECTED)
+    assert (early.reason, grandchild.reason) == (CancelReason.DISCONNECTED,) * 2
+    assert not done.cancelled
+    assert parent.child("late").reason is CancelReason.DISCONNECTED
+
+
+def test_cancelling_a_child_leaves_its_parent_and_its_siblings_alone() -> None:
+    parent = Life()
+    child, sibling = parent.child("one"), parent.child("two")
+    child.cancel(CancelReason.DEADLINE)
+    assert not parent.cancelled
+    assert not sibling.cancelled
+
+
+def test_counters_count_what_clients_ask_and_not_what_models_ask_of_each_other() -> None:
+    counters = RequestCounters()
+    child = Life([counters]).child("inner")
+    child.advance(Phase.SENDING)
+    child.end()
+    assert counters.statistics().received == 1
+    assert counters.statistics().outcomes[Outcome.COMPLETED] == 0
 
 
 def test_a_life_ends_once() -> None:

@@ -20,6 +20,12 @@ struck; it calls the canceller that the connection has attached (which cancels t
 outcome whatever else the request still does. A cancel that comes after the end changes nothing: the last byte was
 handed to the kernel.
 
+A request that a model makes of another model while it runs (BLS) is a life of its own, a *child*: it has an outcome, is
+cancelled with its parent, and knows it; watchers that count what clients ask leave children out.
+
+The work of a request may outlast its life: a thread goes on after its client has left. `Life.timing` follows the work,
+and `work_over` tells the watchers of its end, before or after the life's own.
+
 What this does not do: it knows no clock but `perf_counter_ns`, no trio, no HTTP beyond a status number.
 """
 
@@ -30,7 +36,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-__all__ = ["CancelReason", "Life", "LifeWatcher", "LifecycleError", "Outcome", "Phase"]
+__all__ = ["CancelReason", "Life", "LifeWatcher", "LifecycleError", "Outcome", "Phase", "Timing"]
 
 
 class Phase(enum.Enum):
@@ -64,6 +70,9 @@ class CancelReason(enum.Enum):
     DISCONNECTED = "client disconnected"
     STALLED = "client stalled"
     SHUTDOWN = "shutdown"
+    DEADLINE = "deadline passed"
+    REQUESTED = "cancel requested"
+    UNLOADED = "model unloaded"
 
 
 class LifecycleError(Exception):
@@ -87,14 +96,37 @@ OUTCOMES: Final[dict[Phase, frozenset[Outcome]]] = {
 }
 
 
+class Timing:
+    """When the work of one request was where, in `perf_counter_ns`; 0 for what has not been reached.
+
+    Attributes:
+        begun: an instance started on it (on taking the inputs over, if the model is elsewhere).
+        infer_began, infer_ended: around the model's own code; 0 to the end if the runner can't tell it from the rest.
+        ended: the work was really over, whether or not anybody still waited for it.
+        responses: of a decoupled model, when each response was given.
+    """
+
+    __slots__ = ("begun", "ended", "infer_began", "infer_ended", "responses")
+
+    def __init__(self) -> None:
+        self.begun: int = 0
+        self.infer_began: int = 0
+        self.infer_ended: int = 0
+        self.ended: int = 0
+        self.responses: list[int] = []
+
+
 class LifeWatcher(Protocol):
-    """Something that is told of each move of each life. Both methods must be quick and must not raise."""
+    """Something that is told of each move of each life. All methods must be quick and must not raise."""
 
     def life_moved(self, life: Life, left: Phase | None) -> None:
         """`life.phase` is new; `left` is the phase before, or None at birth."""
 
     def life_ended(self, life: Life) -> None:
         """`life.outcome` is set; `life.phase` is the phase it ended in."""
+
+    def work_ended(self, life: Life) -> None:
+        """`life.timing.ended` is set; the life itself may have ended before, or may go on."""
 
 
 class Life:
@@ -103,6 +135,7 @@ class Life:
     Args:
         watchers: told of each move, in this order.
         label: what a log calls it: method and target.
+        parent: the life of the request that a model is running while it makes this one; None for a client's.
 
     Attributes:
         phase, outcome: where it is; how it ended, None while it lives.
@@ -110,10 +143,13 @@ class Life:
         status: the HTTP status that was, or would have been, answered; 499 for a client that left.
         model, version, request_id: what is asked of whom; "" until known.
         entered: `perf_counter_ns` at which each phase was entered; `struck_at` and `ended` are of that clock, too.
+        rows: its batch size; 1 if the model has no batch dimension.
+        timing: of its work, since an instance began on it; None before.
         canceller: called once by `cancel`, in whatever task calls that; set by the connection's guard.
     """
 
     __slots__ = (
+        "_children",
         "_watchers",
         "canceller",
         "ended",
@@ -121,18 +157,23 @@ class Life:
         "label",
         "model",
         "outcome",
+        "parent",
         "phase",
         "reason",
         "request_id",
+        "rows",
         "status",
         "struck",
         "struck_at",
+        "timing",
         "version",
     )
 
-    def __init__(self, watchers: Sequence[LifeWatcher] = (), *, label: str = "") -> None:
+    def __init__(self, watchers: Sequence[LifeWatcher] = (), *, label: str = "", parent: Life | None = None) -> None:
         self._watchers = watchers
+        self._children: set[Life] = _NO_CHILDREN
         self.label: str = label
+        self.parent: Life | None = parent
         self.phase: Phase = Phase.RECEIVING
         self.outcome: Outcome | None = None
         self.reason: CancelReason | None = None
@@ -143,6 +184,8 @@ class Life:
         self.request_id: str = ""
         self.entered: dict[Phase, int] = {Phase.RECEIVING: time.perf_counter_ns()}
         self.struck_at: int = 0
+        self.rows: int = 1
+        self.timing: Timing | None = None
         self.ended: int = 0
         self.canceller: Callable[[CancelReason], None] | None = None
         for watcher in watchers:
@@ -152,6 +195,25 @@ class Life:
     def cancelled(self) -> bool:
         """True from the moment of the cancel; cheap enough to poll in a loop, in any thread."""
         return self.reason is not None
+
+    def child(self, label: str) -> Life:
+        """The life of a request that this one's model makes; it is cancelled with this one, at once if that is already.
+
+        Args:
+            label: what a log calls it.
+        """
+        child = Life(self._watchers, label=label, parent=self)
+        if self._children is _NO_CHILDREN:
+            self._children = set()
+        self._children.add(child)
+        if self.reason is not None:
+            child.cancel(self.reason)
+        return child
+
+    def work_over(self) -> None:
+        """The work that `timing` is of has ended; called once, in the trio thread."""
+        for watcher in self._watchers:
+            watcher.work_ended(self)
 
     def advance(self, phase: Phase) -> None:
         """Go on to `phase`.
@@ -180,6 +242,8 @@ class Life:
         self.struck_at = time.perf_counter_ns()
         if self.canceller is not None:
             self.canceller(reason)
+        for child in list(self._children):
+            child.cancel(reason)
         return True
 
     def end(self, *, failed: bool = False, undelivered: bool = False) -> Outcome:
@@ -208,14 +272,21 @@ class Life:
         self.outcome = outcome
         self.ended = time.perf_counter_ns()
         self.canceller = None
+        if self.parent is not None:
+            self.parent._children.discard(self)
         for watcher in self._watchers:
             watcher.life_ended(self)
         return outcome
 
 
+_NO_CHILDREN: Final[set[Life]] = set()
+
 _STATUS: Final = {
     # nginx's 499, "client closed request": never sent, only logged and counted.
     CancelReason.DISCONNECTED: 499,
     CancelReason.STALLED: 499,
+    CancelReason.REQUESTED: 499,
     CancelReason.SHUTDOWN: 503,
+    CancelReason.UNLOADED: 503,
+    CancelReason.DEADLINE: 504,
 }

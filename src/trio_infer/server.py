@@ -23,6 +23,7 @@ from trio_infer.api.v2 import V2
 from trio_infer.errors import ModelLoadError, SetupError
 from trio_infer.lifecycle import CancelReason, LifeWatcher
 from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
+from trio_infer.models.host import NoHost
 from trio_infer.models.native import Model, NativeRunner
 from trio_infer.models.runner import Runner
 from trio_infer.observe.access_log import AccessLog
@@ -195,7 +196,7 @@ class Server:
     ) -> None:
         try:
             for model in self._catalog:
-                await model.load()
+                await model.load(NoHost())
             async with trio.open_nursery() as connections:
                 async with trio.open_nursery() as accepting:
                     for listener in listeners:

@@ -7,6 +7,7 @@ import pytest
 from triton_stage import CONFIG, Client, Repository
 
 from trio_infer.errors import ModelLoadError, SetupError
+from trio_infer.models.host import NoHost
 from trio_infer.models.native import NativeRunner
 from trio_infer.models.repository import find_models
 from trio_infer.models.triton_python import TritonPythonRunner
@@ -131,7 +132,7 @@ async def test_a_native_model_in_a_repository_takes_its_tensors_from_the_configu
     assert isinstance(runner, NativeRunner)
     assert (runner.instances, runner.on_disconnect) == (2, "finish")
     assert [spec.name for spec in runner.signature.inputs] == ["IN"]
-    await runner.load()
+    await runner.load(NoHost())
     assert (await Client(runner).ask()).outputs["OUT"].tolist() == [2, 4]
 
 

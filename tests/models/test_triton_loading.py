@@ -11,6 +11,7 @@ import trio
 from triton_stage import CONFIG, Client, Repository, happens
 
 from trio_infer.errors import ModelLoadError
+from trio_infer.models.host import NoHost
 
 pytestmark = pytest.mark.trio
 
@@ -73,7 +74,7 @@ async def test_a_model_that_cannot_be_loaded_says_why_in_one_sentence(
     file = repository.model("m", code)
     before = set(sys.modules)
     with pytest.raises(ModelLoadError) as caught:
-        await repository.runner().load()
+        await repository.runner().load(NoHost())
     assert caught.value.reason.startswith(reason)
     assert (caught.value.where, caught.value.line) == (file, line)
     assert "\n" not in str(caught.value)
@@ -128,7 +129,7 @@ async def test_auto_completion_can_be_turned_off(repository: Repository, stage: 
             def execute(self, requests): ...
         """,
     )
-    await repository.runner(auto_complete=False).load()
+    await repository.runner(auto_complete=False).load(NoHost())
 
 
 async def test_incomplete_tensors_stop_the_loading(repository: Repository) -> None:
@@ -136,7 +137,7 @@ async def test_incomplete_tensors_stop_the_loading(repository: Repository) -> No
     runner = repository.runner()
     assert runner.signature.inputs == ()
     with pytest.raises(ModelLoadError, match="input 'IN' has no `data_type`"):
-        await runner.load()
+        await runner.load(NoHost())
 
 
 async def test_each_instance_is_a_model_with_module_globals_of_its_own(repository: Repository) -> None:
@@ -182,7 +183,7 @@ async def test_models_with_siblings_of_the_same_name_do_not_collide(repository: 
     runners = [repository.runner("a"), repository.runner("b")]
     async with trio.open_nursery() as nursery:
         for runner in runners:
-            nursery.start_soon(runner.load)
+            nursery.start_soon(runner.load, NoHost())
     for name, runner in zip("ab", runners, strict=True):
         who = (await Client(runner).ask()).outputs["OUT"].tolist()
         expected = ("1/helper", "1/package/part", "1/package/other", "1/package/__init__", "shared", "late", "1/helper")
@@ -210,7 +211,7 @@ async def test_another_default_model_filename_is_honoured(repository: Repository
     repository.model("m", ECHO, CONFIG + 'default_model_filename: "my-model.v2.py"')
     (repository.root / "m/1/model.py").rename(repository.root / "m/1/my-model.v2.py")
     runner = repository.runner()
-    await runner.load()
+    await runner.load(NoHost())
     assert np.array_equal((await Client(runner).ask()).outputs["OUT"], [1, 2])
 
 
@@ -297,7 +298,7 @@ async def test_a_cancelled_load_leaves_at_once_and_what_it_began_is_finalized(
     repository.model("m", FINALIZED, CONFIG + "instance_group { count: 2 }")
     runner = repository.runner()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(runner.load)
+        nursery.start_soon(runner.load, NoHost())
         await happens(stage.reached)
         nursery.cancel_scope.cancel()
     await runner.unload()
@@ -337,5 +338,5 @@ async def test_a_missing_model_file_is_named(repository: Repository) -> None:
     repository.write("m/config.pbtxt", CONFIG)
     (repository.root / "m/1").mkdir()
     with pytest.raises(ModelLoadError, match=r"there is no model\.py in its version directory") as caught:
-        await repository.runner().load()
+        await repository.runner().load(NoHost())
     assert caught.value.where == Path(repository.root / "m/1/model.py")

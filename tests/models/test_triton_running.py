@@ -11,6 +11,7 @@ from trio.testing import MockClock
 from triton_stage import CONFIG, Client, Repository, happens
 
 from trio_infer.errors import ErrorCode, InferError
+from trio_infer.models.host import NoHost
 from trio_infer.models.runner import Instance
 
 pytestmark = pytest.mark.trio
@@ -316,7 +317,7 @@ async def test_the_server_may_end_while_a_model_is_still_at_it(repository: Repos
 
     async def serve() -> None:
         runner = repository.runner()
-        await runner.load()
+        await runner.load(NoHost())
         client = Client(runner)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.stay)

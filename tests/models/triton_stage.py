@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import trio
 
+from trio_infer.models.host import NoHost
 from trio_infer.models.repository import find_models
 from trio_infer.models.runner import Instance
 from trio_infer.protocol.values import InferRequest, InferResponse
@@ -48,7 +49,7 @@ class Repository:
         runner = self.runner()
         for option, value in options.items():
             setattr(runner, option, value)
-        await runner.load()
+        await runner.load(NoHost())
         return runner
 
 
@@ -60,7 +61,7 @@ class Client:
         self.left = False
         self.responses: list[InferResponse] = []
         self.idle = trio.Event()
-        self.instance = Instance(index, on_idle=self.idle.set)
+        self.instance = Instance(index, on_end=self.idle.set)
         inputs = fields.pop("inputs", {"IN": np.array([1, 2], dtype=np.float32)})
         self.request = InferRequest(
             runner.signature.name, runner.signature.version, inputs, is_cancelled=lambda: self.left, **fields

@@ -53,7 +53,23 @@ def test_an_instance_is_kept_until_its_work_has_really_ended() -> None:
     assert queue.statistics().abandoned == 1
     instance.end()
     assert queue.statistics().abandoned == 0
-    assert second.instance is instance
+    assert second.instance is not None
+    assert second.instance.index == instance.index
+
+
+def test_an_instance_whose_work_has_ended_goes_on_while_its_responses_are_still_on_their_way() -> None:
+    queue = InstanceQueue(1)
+    first, second = queue.draw(), queue.draw()
+    assert first.instance is not None
+    first.instance.begin()
+    first.instance.end()
+    assert second.instance is not None
+    assert queue.statistics().running == 2
+    queue.give_up(first)
+    queue.give_up(second)
+    third, fourth = queue.draw(), queue.draw()
+    assert third.instance is not None
+    assert fourth.instance is None, "the index came back once"
 
 
 def test_without_a_limit_nobody_waits() -> None:
@@ -174,7 +190,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert busy <= 3
         assert not self.waiting or busy == 3, "no instance idles while somebody waits"
         taken = [ticket.instance for ticket in self.running] + self.abandoned
-        assert len({id(instance) for instance in taken}) == len(taken), "never two runs in one instance"
+        assert len({instance.index for instance in taken}) == len(taken), "never two runs in one instance"
 
 
 QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

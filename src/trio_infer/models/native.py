@@ -14,9 +14,10 @@ from contextlib import aclosing
 from typing import Any, Literal, TypeAlias, cast
 
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
-from trio_infer.models.runner import Instance, Send, Stops
+from trio_infer.models.host import Host
+from trio_infer.models.runner import Instance, Stops
 from trio_infer.protocol.model_config import ModelConfig
-from trio_infer.protocol.values import Array, InferRequest, InferResponse, Signature, TensorSpec
+from trio_infer.protocol.values import Array, InferRequest, InferResponse, Send, Signature, TensorSpec
 
 __all__ = ["Model", "ModelOutput", "NativeRunner"]
 
@@ -108,7 +109,7 @@ class NativeRunner:
     def on_disconnect(self) -> Literal["cancel", "finish"] | None:
         return self.model.on_disconnect
 
-    async def load(self) -> None:
+    async def load(self, host: Host) -> None:
         try:
             await self.model.load()
         except Exception as error:

@@ -8,18 +8,18 @@ done.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Callable
 from typing import Literal, Protocol, TypeAlias
 
 import attrs
 
+from trio_infer.lifecycle import Life, Timing
+from trio_infer.models.host import Host
 from trio_infer.protocol.model_config import ModelConfig
-from trio_infer.protocol.values import InferRequest, InferResponse, Signature
+from trio_infer.protocol.values import InferRequest, Send, Signature
 
-__all__ = ["Instance", "Runner", "Send", "Stops"]
-
-Send: TypeAlias = Callable[[InferResponse], Awaitable[None]]
-"""Takes one response of a request on its way; returns when the next one may come (that is the backpressure)."""
+__all__ = ["Instance", "Runner", "Stops"]
 
 Stops: TypeAlias = Literal["checkpoint", "callback", "never"]
 """Where a cancelled run ends: at trio's next checkpoint; when the model next asks `is_cancelled()`; at its own end."""
@@ -27,31 +27,45 @@ Stops: TypeAlias = Literal["checkpoint", "callback", "never"]
 
 @attrs.define(eq=False)
 class Instance:
-    """One place in which one run at a time may happen.
+    """One run's place among those that may run at once; made anew for each run.
 
     Args:
         index: from 0; a runner that keeps a state for each instance finds it by this. All are 0 if their number is
             unlimited.
+        life: of the request that runs, for what its model asks of others.
+        on_end: called once, in the trio thread, when the work has really ended; the scheduler's.
 
     Attributes:
         working: whether work is going on in it. Only the trio thread may read or change this.
-        on_idle: called once, in the trio thread, when the work ends after its task has left; set by the scheduler.
+        timing: of the work; a runner that can tell the model's own code from the rest sets `infer_began` and
+            `infer_ended`.
     """
 
     index: int
-    working: bool = False
-    on_idle: Callable[[], None] | None = None
+    life: Life | None = None
+    on_end: Callable[[], None] | None = None
+    working: bool = attrs.field(init=False, default=False)
+    timing: Timing = attrs.field(init=False, factory=Timing)
 
     def begin(self) -> None:
         """The runner says that work starts; call it in the trio thread."""
         self.working = True
+        self.timing.begun = time.perf_counter_ns()
+        if self.life is not None:
+            self.life.timing = self.timing
 
     def end(self) -> None:
-        """The runner says that the work has really ended; call it in the trio thread."""
+        """The runner says that the work has really ended; call it in the trio thread, once.
+
+        From then on another run may be given the same index, also if this one still has responses to give.
+        """
         self.working = False
-        on_idle, self.on_idle = self.on_idle, None
-        if on_idle is not None:
-            on_idle()
+        self.timing.ended = time.perf_counter_ns()
+        if self.life is not None:
+            self.life.work_over()
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end()
 
 
 class Runner(Protocol):
@@ -76,8 +90,11 @@ class Runner(Protocol):
     @property
     def on_disconnect(self) -> Literal["cancel", "finish"] | None: ...
 
-    async def load(self) -> None:
+    async def load(self, host: Host) -> None:
         """Make ready to run.
+
+        Args:
+            host: what the model may ask of the server.
 
         Raises:
             ModelLoadError: with the model's own words for why not.

@@ -30,13 +30,14 @@ from typing import Any, Literal
 import trio
 
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
-from trio_infer.models.runner import Instance, Send, Stops
+from trio_infer.models.host import Host
+from trio_infer.models.runner import Instance, Stops
 from trio_infer.models.triton_execute import Executor, Loaded
 from trio_infer.models.triton_imports import ModelCode
 from trio_infer.models.triton_loading import import_model, initialize
 from trio_infer.models.triton_work import Work
 from trio_infer.protocol.model_config import ModelConfig
-from trio_infer.protocol.values import InferRequest, InferResponse, Signature
+from trio_infer.protocol.values import InferRequest, InferResponse, Send, Signature
 
 __all__ = ["TritonPythonRunner"]
 
@@ -103,7 +104,7 @@ class TritonPythonRunner:
 
     # ---- loading and unloading
 
-    async def load(self) -> None:
+    async def load(self, host: Host) -> None:
         """Import the model and initialize each instance, one after the other.
 
         Raises:

@@ -27,7 +27,12 @@ class AccessLog:
     def life_moved(self, life: Life, left: Phase | None) -> None:
         pass
 
+    def work_ended(self, life: Life) -> None:
+        pass
+
     def life_ended(self, life: Life) -> None:
+        if life.parent is not None:  # told of by its parent
+            return
         milliseconds = (life.ended - life.entered[Phase.RECEIVING]) / 1e6
         what = life.label or "(no request line)"
         if life.request_id:

@@ -30,7 +30,7 @@ class RequestStatistics:
 
 
 class RequestCounters:
-    """Watches lives and counts them (a `LifeWatcher`)."""
+    """Watches the lives of clients' requests and counts them (a `LifeWatcher`)."""
 
     def __init__(self) -> None:
         self._received = 0
@@ -39,13 +39,20 @@ class RequestCounters:
         self._cancelled: Counter[tuple[CancelReason, Phase]] = Counter()
 
     def life_moved(self, life: Life, left: Phase | None) -> None:
+        if life.parent is not None:
+            return
         if left is None:
             self._received += 1
         else:
             self._in_flight[left] -= 1
         self._in_flight[life.phase] += 1
 
+    def work_ended(self, life: Life) -> None:
+        pass
+
     def life_ended(self, life: Life) -> None:
+        if life.parent is not None:
+            return
         assert life.outcome is not None
         self._in_flight[life.phase] -= 1
         self._outcomes[life.outcome] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 import attrs
@@ -17,6 +17,7 @@ __all__ = [
     "ParameterValue",
     "RequestedOutput",
     "ResponsePlan",
+    "Send",
     "Signature",
     "TensorSpec",
 ]
@@ -112,6 +113,10 @@ class InferResponse:
 
     outputs: Mapping[str, Array]
     parameters: Mapping[str, ParameterValue] = attrs.field(factory=dict)
+
+
+Send: TypeAlias = Callable[[InferResponse], Awaitable[None]]
+"""Takes one response of a request on its way; returns when the next one may come (that is the backpressure)."""
 
 
 @attrs.frozen

@@ -7,9 +7,10 @@ from typing import Literal
 
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.lifecycle import Life, Phase
-from trio_infer.models.runner import Runner, Send
+from trio_infer.models.host import Host
+from trio_infer.models.runner import Runner
 from trio_infer.protocol.model_config import ModelConfig
-from trio_infer.protocol.values import InferRequest, Signature
+from trio_infer.protocol.values import InferRequest, Send, Signature
 from trio_infer.scheduling.ticket import InstanceQueue, QueueStatistics
 
 __all__ = ["Catalog", "ServedModel"]
@@ -43,14 +44,17 @@ class ServedModel:
         """What happens when the client leaves; None leaves it to the server."""
         return self._runner.on_disconnect
 
-    async def load(self) -> None:
+    async def load(self, host: Host) -> None:
         """Load the model, and be ready.
+
+        Args:
+            host: what the model may ask of the server.
 
         Raises:
             ModelLoadError: with the model's own words for why not.
         """
         self._begun = True
-        await self._runner.load()
+        await self._runner.load(host)
         self.ready = True
 
     async def infer(self, life: Life, request: InferRequest, send: Send) -> None:
@@ -68,7 +72,7 @@ class ServedModel:
         """
         if not self.ready:
             raise InferError(f"Request for model '{self.signature.name}' which is not ready", ErrorCode.UNAVAILABLE)
-        ticket = self._queue.draw()
+        ticket = self._queue.draw(life)
         try:
             if ticket.instance is None:
                 life.advance(Phase.QUEUED)

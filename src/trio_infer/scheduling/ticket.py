@@ -9,7 +9,9 @@ ticket, in `InstanceQueue.wait_turn`. So the rules can be tested without a task,
   queue is a dict, which keeps its order). It never gets to run, and who stood behind it moves up.
 - A ticket that was granted an instance in the same tick in which its request was cancelled hands the instance on.
 - An instance is free when the *work* in it has ended, not when the task that waited for the work has left. A thread
-  that ignores its cancellation keeps its instance until it is done; meanwhile it counts as *abandoned*.
+  that ignores its cancellation keeps its instance until it is done; meanwhile it counts as *abandoned*. And the other
+  way round: a decoupled model whose `execute` has returned takes the next request while the responses of the last are
+  still on their way; such a request counts as *running* until its ticket is given up.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections import deque
 import attrs
 import trio
 
+from trio_infer.lifecycle import Life
 from trio_infer.models.runner import Instance
 
 __all__ = ["InstanceQueue", "QueueStatistics", "Ticket"]
@@ -46,10 +49,12 @@ class Ticket:
     """A place in the queue.
 
     Attributes:
+        life: of the request, if it has one.
         instance: granted, or None while waiting.
         granted: set when `instance` is; None if that was at once.
     """
 
+    life: Life | None = None
     instance: Instance | None = None
     granted: trio.Event | None = None
 
@@ -63,7 +68,7 @@ class InstanceQueue:
 
     def __init__(self, instances: int | None) -> None:
         self._limit = instances
-        self._free = deque(Instance(index) for index in range(instances or 0))
+        self._free = deque(range(instances or 0))
         self._waiting: dict[Ticket, None] = {}
         self._running = 0
         self._abandoned = 0
@@ -73,11 +78,15 @@ class InstanceQueue:
         """How it stands, now."""
         return QueueStatistics(self._limit, self._running, len(self._waiting), self._abandoned)
 
-    def draw(self) -> Ticket:
-        """Enter the queue; the ticket has its instance already if one was free."""
-        ticket = Ticket()
+    def draw(self, life: Life | None = None) -> Ticket:
+        """Enter the queue; the ticket has its instance already if one was free.
+
+        Args:
+            life: of the request; its instance is told of it.
+        """
+        ticket = Ticket(life)
         if self._limit is None:
-            self._grant(ticket, Instance(0))  # nothing tells unlimited instances apart
+            self._grant(ticket, 0)  # nothing tells unlimited instances apart
         elif self._free:
             self._grant(ticket, self._free.popleft())
         else:
@@ -104,9 +113,10 @@ class InstanceQueue:
         self._running -= 1
         if instance.working:
             self._abandoned += 1
-            instance.on_idle = lambda: self._reclaim(instance)
-        else:
-            self._pass_on(instance)
+            instance.on_end = lambda: self._reclaim(instance)
+        elif instance.on_end is not None:  # it never worked
+            instance.on_end = None
+            self._pass_on(instance.index)
         self._settle()
 
     async def settled(self) -> None:
@@ -117,26 +127,26 @@ class InstanceQueue:
         while self._running or self._waiting or self._abandoned:
             await self._settled.park()
 
-    def _grant(self, ticket: Ticket, instance: Instance) -> None:
-        ticket.instance = instance
+    def _grant(self, ticket: Ticket, index: int) -> None:
+        ticket.instance = Instance(index, ticket.life, on_end=lambda: self._pass_on(index))
         self._running += 1
         if ticket.granted is not None:
             ticket.granted.set()
 
     def _reclaim(self, instance: Instance) -> None:
         self._abandoned -= 1
-        self._pass_on(instance)
+        self._pass_on(instance.index)
         self._settle()
 
-    def _pass_on(self, instance: Instance) -> None:
+    def _pass_on(self, index: int) -> None:
         if self._limit is None:
             return
         if self._waiting:
             ticket = next(iter(self._waiting))
             del self._waiting[ticket]
-            self._grant(ticket, instance)
+            self._grant(ticket, index)
         else:
-            self._free.append(instance)
+            self._free.append(index)
 
     def _settle(self) -> None:
         if not (self._running or self._waiting or self._abandoned):
