@@ -4,6 +4,7 @@
 """
 
 from trio_infer._version import __version__
+from trio_infer.api.fronts import Front
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError, SetupError
 from trio_infer.lifecycle import CancelReason, Life, LifeWatcher, Outcome, Phase
 from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
@@ -13,7 +14,7 @@ from trio_infer.observe.statistics import RequestStatistics
 from trio_infer.protocol.datatypes import Datatype
 from trio_infer.protocol.values import InferRequest, InferResponse, TensorSpec
 from trio_infer.scheduling.ticket import QueueStatistics
-from trio_infer.server import Address, Server, ServerStatistics
+from trio_infer.server import Address, ListenError, Server, ServerStatistics
 from trio_infer.wire.primitive import DisconnectWatch, cancel_on_disconnect
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "DisconnectPolicy",
     "DisconnectWatch",
     "ErrorCode",
+    "Front",
     "InferError",
     "InferRequest",
     "InferResponse",
@@ -30,6 +32,7 @@ __all__ = [
     "Life",
     "LifeWatcher",
     "Limits",
+    "ListenError",
     "Model",
     "ModelLoadError",
     "Outcome",

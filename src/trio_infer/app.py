@@ -26,6 +26,7 @@ import attrs
 import trio
 
 from trio_infer._version import __version__
+from trio_infer.api.fronts import Front
 from trio_infer.errors import SetupError
 from trio_infer.models.native import Model
 from trio_infer.models.packaged import packaged_models
@@ -33,7 +34,7 @@ from trio_infer.models.repository import find_models
 from trio_infer.models.runner import Runner
 from trio_infer.options import Options
 from trio_infer.server import Address, Server
-from trio_infer.wire.listeners import cannot_listen
+from trio_infer.wire.listeners import ListenError, cannot_listen
 
 __all__ = ["run", "spare_the_collector"]
 
@@ -88,6 +89,7 @@ def _run(options: Options) -> int:
         exit_timeout=options.exit_timeout_secs,
         access_log=options.access_log,
         bad_json_status=options.bad_json_status,
+        fronts=_fronts(options),
     )
     names = dict.fromkeys(name for name, _ in server.statistics().models)
     if not names:
@@ -99,10 +101,11 @@ def _run(options: Options) -> int:
     )
 
     def announce(addresses: Sequence[Address]) -> None:
-        where = " and ".join(address.url for address in addresses)
+        main = [address for address in addresses if address.kind == "http"]
+        where = " and ".join(address.url for address in main or addresses)
         lines = [f"trio-infer {__version__} is ready on {where} (models: {', '.join(names) or 'none'})"]
-        if packaged:
-            lines += _hints(addresses[0])
+        if packaged and main:
+            lines += _hints(main[0])
         with suppress(OSError):  # nobody may be reading
             sys.stdout.write("\n".join(lines) + "\n")
             sys.stdout.flush()
@@ -133,10 +136,8 @@ class _Course:
                     await self.server.serve(self.options.http_address, self.options.http_port, task_status=self)
                 except SetupError as error:
                     failure = error
-                except OSError as error:
-                    if self.ready:
-                        raise
-                    failure = cannot_listen(error, self.options.http_address, self.options.http_port)
+                except ListenError as error:
+                    failure = cannot_listen(error)
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
@@ -192,6 +193,11 @@ def _set_up_logging(options: Options) -> None:
         datefmt="%H:%M:%S",
     )
     logger.setLevel(logging.DEBUG if options.log_verbose else level)
+
+
+def _fronts(options: Options) -> list[Front]:
+    """The ports besides the main one, as the options have them."""
+    return []
 
 
 def _ssl_context(options: Options) -> ssl.SSLContext | None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import attrs
 import trio
 
+from trio_infer.api.fronts import Front
 from trio_infer.api.v2 import V2
 from trio_infer.errors import ModelLoadError, SetupError
 from trio_infer.lifecycle import CancelReason, LifeWatcher
@@ -30,11 +32,11 @@ from trio_infer.observe.access_log import AccessLog
 from trio_infer.observe.statistics import RequestCounters, RequestStatistics
 from trio_infer.scheduling.catalog import Catalog, ServedModel
 from trio_infer.scheduling.ticket import QueueStatistics
-from trio_infer.wire.listeners import accept_forever, open_listeners, set_keepalive
-from trio_infer.wire.serve import Conversation, WireSettings, sole
+from trio_infer.wire.listeners import ListenError, accept_forever, open_listeners, set_keepalive
+from trio_infer.wire.serve import Application, Conversation, WireSettings, sole
 from trio_infer.wire.transport import HAS_EPOLL
 
-__all__ = ["Address", "Server", "ServerStatistics"]
+__all__ = ["Address", "Front", "ListenError", "Server", "ServerStatistics"]
 
 logger: logging.Logger = logging.getLogger("trio_infer")
 
@@ -59,17 +61,46 @@ class Address:
         host: a numeric address.
         port: the real one, also if 0 was asked for.
         scheme: "http" or "https".
+        kind: "http" for the main port, else the kind of its front, such as "metrics".
     """
 
     host: str
     port: int
     scheme: str = "http"
+    kind: str = "http"
 
     @property
     def url(self) -> str:
         """As a client would write it, without a path."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}"
+
+
+@attrs.frozen
+class _Door:
+    """An open front.
+
+    Attributes:
+        front: what it is.
+        listeners: closed by whoever closes the door.
+        places: how many more connections may come in.
+    """
+
+    front: Front
+    listeners: Sequence[trio.abc.Listener[trio.abc.Stream]]
+    places: trio.Semaphore
+
+    async def close(self) -> None:
+        for listener in self.listeners:
+            await listener.aclose()
+
+    def addresses(self) -> Iterator[Address]:
+        """Of those listeners that a URL can name."""
+        scheme = "https" if self.front.ssl_context else "http"
+        for listener in self.listeners:
+            if isinstance(listener, trio.SocketListener) and listener.socket.family in _INET:
+                host, port = listener.socket.getsockname()[:2]
+                yield Address(host, port, scheme, self.front.kind)
 
 
 @attrs.frozen
@@ -101,6 +132,7 @@ class Server:
         access_log: log every request; cancelled ones are logged anyway.
         watchers: told of each move of each request's life, for metrics or traces of your own.
         bad_json_status: what unreadable JSON is answered with: 500 as Triton does, or 400.
+        fronts: further ports, which speak other dialects to the same models.
 
     Raises:
         ModelLoadError: two models have one name and version, or one can't be a model.
@@ -120,6 +152,7 @@ class Server:
         access_log: bool = False,
         watchers: Sequence[LifeWatcher] = (),
         bad_json_status: int = 500,
+        fronts: Iterable[Front] = (),
     ) -> None:
         limits = limits or Limits()
         disconnect = disconnect or DisconnectPolicy()
@@ -136,7 +169,7 @@ class Server:
         self._keepalive = keepalive or Keepalive()
         self._ssl_context = ssl_context
         self._exit_timeout = exit_timeout
-        self._places = trio.Semaphore(limits.max_connections)
+        self._fronts = tuple(fronts)
         self._conversations: set[Conversation] = set()
         self._nobody = trio.lowlevel.ParkingLot()
         self._begun = False
@@ -160,21 +193,26 @@ class Server:
         host: str | None = "127.0.0.1",
         port: int = 8000,
         *,
+        reuse_port: bool = False,
         listeners: Sequence[trio.abc.Listener[trio.abc.Stream]] | None = None,
         task_status: trio.TaskStatus[Sequence[Address]] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Listen, load the models, and answer requests until `drain` is called. A server serves once.
 
-        The port is taken first, so that one in use is known at once; connections made while models load wait for them.
+        The ports are taken first, so that one in use is known at once; connections made while models load wait for
+        them.
 
         Args:
             host: a name or address to listen on; None for all.
             port: 0 for a free one.
-            listeners: accept from these instead (Unix sockets, inherited ones, memory streams); closed at the end.
-            task_status: `await nursery.start(server.serve, ...)` gives the addresses, when requests are answered.
+            reuse_port: share the port with other processes (SO_REUSEPORT).
+            listeners: accept from these instead (Unix sockets, inherited ones, memory streams); closed at the end. An
+                empty sequence leaves only the fronts.
+            task_status: `await nursery.start(server.serve, ...)` gives the addresses, when requests are answered: of
+                this port first, then of the fronts.
 
         Raises:
-            OSError: the address can't be listened on.
+            ListenError: an address can't be listened on; an OSError that names the front.
             ModelLoadError: a model could not be loaded.
             RuntimeError: it has served before.
 
@@ -184,54 +222,66 @@ class Server:
         if self._begun:
             raise RuntimeError("a Server serves once; make another")
         self._begun = True
+        main = Front(
+            "http",
+            lambda v2: v2,
+            host=host,
+            port=port,
+            ssl_context=self._ssl_context,
+            reuse_port=reuse_port,
+            listeners=listeners,
+        )
         try:
-            if listeners is None:
-                listeners = await open_listeners(host, port)
-            await self._serve(list(listeners), task_status)
+            await self._serve([main, *self._fronts], task_status)
         except BaseExceptionGroup as group:
             raise _matter(group) from None
 
-    async def _serve(
-        self, listeners: list[trio.abc.Listener[trio.abc.Stream]], task_status: trio.TaskStatus[Sequence[Address]]
-    ) -> None:
+    async def _serve(self, fronts: Sequence[Front], task_status: trio.TaskStatus[Sequence[Address]]) -> None:
+        doors: list[_Door] = []
         try:
+            for front in fronts:
+                doors.append(await self._open(front))  # noqa: PERF401 - of those that are open some must be closed
             for model in self._catalog:
                 await model.load(NoHost())
             async with trio.open_nursery() as connections:
                 async with trio.open_nursery() as accepting:
-                    for listener in listeners:
-                        accepting.start_soon(accept_forever, listener, self._handle, connections, self._places)
-                    task_status.started(self._addresses(listeners))
+                    for door in doors:
+                        handle = partial(self._handle, door, door.front.application(self._application))
+                        for listener in door.listeners:
+                            accepting.start_soon(accept_forever, listener, handle, connections, door.places)
+                    task_status.started([address for door in doors for address in door.addresses()])
                     await self._drain.wait()
                     accepting.cancel_scope.cancel()
-                await _close(listeners)
+                await _close(doors)
                 await self._drain_connections()
                 connections.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):  # each step below has its own time limit
-                await _close(listeners)
+                await _close(doors)
+                for front in fronts[len(doors) :]:
+                    for listener in front.listeners or ():
+                        await listener.aclose()
                 await self._unload()
 
-    def _addresses(self, listeners: Sequence[trio.abc.Listener[trio.abc.Stream]]) -> list[Address]:
-        """Of those listeners that a URL can name."""
-        scheme = "https" if self._ssl_context else "http"
-        addresses = []
-        for listener in listeners:
-            if isinstance(listener, trio.SocketListener) and listener.socket.family in _INET:
-                host, port = listener.socket.getsockname()[:2]
-                addresses.append(Address(host, port, scheme))
-        return addresses
+    async def _open(self, front: Front) -> _Door:
+        listeners: Sequence[trio.abc.Listener[trio.abc.Stream]] | None = front.listeners
+        if listeners is None:
+            try:
+                listeners = await open_listeners(front.host, front.port, reuse_port=front.reuse_port)
+            except OSError as error:
+                raise ListenError.of(error, front.kind, front.host, front.port) from None
+        return _Door(front, tuple(listeners), trio.Semaphore(self._settings.limits.max_connections))
 
     # -- Connections ------------------------------------------------------------------------------------------------
 
-    async def _handle(self, stream: trio.abc.Stream) -> None:
+    async def _handle(self, door: _Door, application: Application, stream: trio.abc.Stream) -> None:
         """One connection. Nothing that happens on it may harm the others."""
         try:
             if isinstance(stream, trio.SocketStream):
                 set_keepalive(stream.socket, self._keepalive)
-            if self._ssl_context is not None:
-                stream = trio.SSLStream(stream, self._ssl_context, server_side=True)
-            conversation = Conversation(stream, self._application, self._settings)
+            if door.front.ssl_context is not None:
+                stream = trio.SSLStream(stream, door.front.ssl_context, server_side=True)
+            conversation = Conversation(stream, application, self._settings)
             self._conversations.add(conversation)
             if self._drain.is_set():
                 conversation.drain()
@@ -244,7 +294,7 @@ class Server:
         except Exception as error:
             logger.error("a connection ended by a bug in the server", exc_info=sole(error))
         finally:
-            self._places.release()
+            door.places.release()
 
     async def _drain_connections(self) -> None:
         for conversation in list(self._conversations):
@@ -301,9 +351,9 @@ async def _unload(model: ServedModel) -> None:
         logger.error("model '%s' took more than %g s to clean up, and was left at it", name, UNLOADING)
 
 
-async def _close(listeners: Sequence[trio.abc.Listener[trio.abc.Stream]]) -> None:
-    for listener in listeners:
-        await listener.aclose()
+async def _close(doors: Iterable[_Door]) -> None:
+    for door in doors:
+        await door.close()
 
 
 def _matter(group: BaseExceptionGroup[BaseException]) -> BaseException:

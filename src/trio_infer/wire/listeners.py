@@ -14,7 +14,7 @@ import trio
 from trio_infer.errors import SetupError
 from trio_infer.limits import Keepalive
 
-__all__ = ["accept_forever", "cannot_listen", "open_listeners", "set_keepalive"]
+__all__ = ["ListenError", "accept_forever", "cannot_listen", "open_listeners", "set_keepalive"]
 
 logger: logging.Logger = logging.getLogger("trio_infer.wire")
 
@@ -26,13 +26,39 @@ BACK_OFF: Final = 0.1
 """Seconds before accepting again when the process has no descriptor left (trio.serve_listeners: 0.1)."""
 
 
-async def open_listeners(host: str | None, port: int) -> list[trio.SocketListener]:
+class ListenError(OSError):
+    """A place can't be listened on.
+
+    Attributes:
+        kind: of front; its flags are `--KIND-port` and `--KIND-address`.
+        host, port: the place.
+    """
+
+    kind: str = "http"
+    host: str | None = None
+    port: int = 0
+
+    @classmethod
+    def of(cls, error: OSError, kind: str, host: str | None, port: int) -> ListenError:
+        """The same error, which knows its place."""
+        self = cls(error.errno, error.strerror)
+        self.kind, self.host, self.port = kind, host, port
+        return self
+
+
+async def open_listeners(host: str | None, port: int, *, reuse_port: bool = False) -> list[trio.SocketListener]:
     """Listen on `host` (all its addresses) and `port` (0: a free one, on the first of its addresses only).
+
+    Args:
+        reuse_port: other processes may do so, too; the kernel deals connections out among them.
 
     Raises:
         OSError: as the system says; `cannot_listen` words it for an operator.
     """
-    listeners = await trio.open_tcp_listeners(port, host=host, backlog=BACKLOG)
+    if reuse_port:
+        listeners = await _open_shared(host, port)
+    else:
+        listeners = await trio.open_tcp_listeners(port, host=host, backlog=BACKLOG)
     if port == 0 and len(listeners) > 1:  # each address family got a port of its own
         for listener in listeners[1:]:
             await listener.aclose()
@@ -40,13 +66,50 @@ async def open_listeners(host: str | None, port: int) -> list[trio.SocketListene
     return listeners
 
 
-def cannot_listen(error: OSError, host: str | None, port: int) -> SetupError:
+async def _open_shared(host: str | None, port: int) -> list[trio.SocketListener]:
+    """What `trio.open_tcp_listeners` does, with the option that must be set before binding."""
+    listeners: list[trio.SocketListener] = []
+    try:
+        for family, kind, protocol, _, address in await trio.socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            try:
+                sock = trio.socket.socket(family, kind, protocol)
+            except OSError as error:
+                if error.errno == errno.EAFNOSUPPORT:  # a kernel without IPv6
+                    continue
+                raise
+            try:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                if family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                await sock.bind(address)
+                sock.listen(BACKLOG)
+            except BaseException:
+                sock.close()
+                raise
+            listeners.append(trio.SocketListener(sock))
+        if not listeners:
+            raise OSError(errno.EAFNOSUPPORT, f"no address of {host or '*'} is of a kind that this machine has")
+    except BaseException:
+        for listener in listeners:
+            listener.socket.close()
+        raise
+    return listeners
+
+
+def cannot_listen(error: ListenError) -> SetupError:
     """What to tell the operator when `open_listeners` raised."""
     if error.errno == errno.EADDRINUSE:
-        why = f"port {port} is in use; stop what listens there, or choose another with --http-port (0 picks a free one)"
+        why = (
+            f"port {error.port} is in use; stop what listens there, or choose another with --{error.kind}-port "
+            "(0 picks a free one)"
+        )
     else:
         why = error.strerror or str(error)
-    return SetupError(f"can't listen on {host or '*'}:{port}: {why}")
+    what = "" if error.kind == "http" else f" for --{error.kind}-port"
+    return SetupError(f"can't listen on {error.host or '*'}:{error.port}{what}: {why}")
 
 
 def set_keepalive(sock: trio.socket.SocketType, keepalive: Keepalive) -> None:
