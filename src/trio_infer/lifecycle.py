@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-__all__ = ["CancelReason", "Life", "LifeWatcher", "LifecycleError", "Outcome", "Phase", "Timing"]
+__all__ = ["STATUS", "CancelReason", "Life", "LifeWatcher", "LifecycleError", "Outcome", "Phase", "Timing"]
 
 
 class Phase(enum.Enum):
@@ -258,7 +258,7 @@ class Life:
         """
         if self.reason is not None:
             outcome = Outcome.CANCELLED
-            self.status = _STATUS[self.reason]
+            self.status = STATUS[self.reason]
         elif undelivered:
             outcome = Outcome.UNDELIVERED
         elif 400 <= self.status < 500:
@@ -281,8 +281,8 @@ class Life:
 
 _NO_CHILDREN: Final[set[Life]] = set()
 
-_STATUS: Final = {
-    # nginx's 499, "client closed request": never sent, only logged and counted.
+STATUS: Final = {
+    # nginx's 499, "client closed request": only logged and counted, but for the one who is there and asked for it.
     CancelReason.DISCONNECTED: 499,
     CancelReason.STALLED: 499,
     CancelReason.REQUESTED: 499,
@@ -290,3 +290,4 @@ _STATUS: Final = {
     CancelReason.UNLOADED: 503,
     CancelReason.DEADLINE: 504,
 }
+"""What a cancelled request counts as, and what its client is told if it is still there."""

@@ -21,6 +21,11 @@ def _positive(instance: object, attribute: attrs.Attribute[Any], value: float) -
         raise ValueError(f"{attribute.name} must be more than 0, got {value}")
 
 
+def _not_negative(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
+    if not value >= 0:
+        raise ValueError(f"{attribute.name} must be 0 or more, got {value}")
+
+
 @attrs.frozen(kw_only=True)
 class Limits:
     """How much one connection, and all of them, may take.
@@ -38,6 +43,9 @@ class Limits:
             than the 60 s of the usual load balancers, so that the proxy, not the server, is the one who closes.)
         write_timeout: seconds in which a client that is being sent an answer takes not one byte; then the request is
             cancelled as *stalled*. (nginx send_timeout: 60.)
+        request_timeout_ms: milliseconds (as in the header Inference-Timeout-Ms, which may say less) that a request may
+            take from its headers to the last byte of its answer; later it is cancelled, and answered 504; 0 is no
+            bound. (Triton has none; nginx proxy_read_timeout: 60 s.)
         linger_timeout: seconds for which a refused upload is read and thrown away, so that its client can read the
             refusal. (nginx lingering_timeout: 5.)
         max_connections: connections open at once; further ones wait in the listen queue. (As with HAProxy's maxconn.)
@@ -51,6 +59,7 @@ class Limits:
     body_timeout: float = attrs.field(default=60.0, validator=_positive)
     idle_timeout: float = attrs.field(default=75.0, validator=_positive)
     write_timeout: float = attrs.field(default=60.0, validator=_positive)
+    request_timeout_ms: int = attrs.field(default=0, validator=_not_negative)
     linger_timeout: float = attrs.field(default=5.0, validator=_positive)
     max_connections: int = attrs.field(default=16_384, validator=_positive)
     max_json_depth: int = attrs.field(default=100, validator=_positive)

@@ -23,7 +23,7 @@ import trio
 from trio_infer.api.fronts import Front
 from trio_infer.api.v2 import V2
 from trio_infer.errors import ModelLoadError, SetupError
-from trio_infer.lifecycle import CancelReason, LifeWatcher
+from trio_infer.lifecycle import CancelReason, Life, LifeWatcher
 from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
 from trio_infer.models.host import NoHost
 from trio_infer.models.native import Model, NativeRunner
@@ -174,7 +174,9 @@ class Server:
         self._nobody = trio.lowlevel.ParkingLot()
         self._begun = False
         self._drain = trio.Event()
-        self._application = V2(catalog=self._catalog, limits=limits, name=name, draining=self._drain.is_set)
+        self._application = V2(
+            catalog=self._catalog, limits=limits, name=name, draining=self._drain.is_set, lives=self._lives
+        )
 
     def statistics(self) -> ServerStatistics:
         """How the server stands, now."""
@@ -295,6 +297,10 @@ class Server:
             logger.error("a connection ended by a bug in the server", exc_info=sole(error))
         finally:
             door.places.release()
+
+    def _lives(self) -> Iterator[Life]:
+        """Of the requests in flight."""
+        return (conversation.life for conversation in self._conversations if conversation.life is not None)
 
     async def _drain_connections(self) -> None:
         for conversation in list(self._conversations):

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from typing import Final
 
+from trio_infer.api.bodies import read_plain_body
 from trio_infer.errors import InferError
 from trio_infer.limits import Limits
 from trio_infer.protocol.generate import decode_generate, encode_generate, sse_event
 from trio_infer.protocol.jsontext import error_json
 from trio_infer.protocol.values import InferResponse
 from trio_infer.scheduling.catalog import ServedModel
-from trio_infer.wire.serve import JSON, Body, Exchange
+from trio_infer.wire.serve import JSON, Exchange
 
 __all__ = ["answer_generate", "answer_generate_stream"]
 
 EVENT_STREAM: Final = [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
 
 
-async def answer_generate(exchange: Exchange, model: ServedModel, body: Body, limits: Limits) -> None:
+async def answer_generate(exchange: Exchange, model: ServedModel, limits: Limits) -> None:
     """One response as one JSON object; a second response stops the model, as there can be no answer any more."""
+    body = await read_plain_body(exchange, limits)
     life = exchange.life
     with exchange.guard(model.on_disconnect):
         request = decode_generate(body, model.signature, limits=limits, is_cancelled=lambda: life.cancelled)
@@ -45,8 +47,9 @@ def _not_one_response() -> InferError:
     )
 
 
-async def answer_generate_stream(exchange: Exchange, model: ServedModel, body: Body, limits: Limits) -> None:
+async def answer_generate_stream(exchange: Exchange, model: ServedModel, limits: Limits) -> None:
     """Each response as one event, sent when the model gives it; an error before the first is an ordinary answer."""
+    body = await read_plain_body(exchange, limits)
     life = exchange.life
     with exchange.guard(model.on_disconnect):
         request = decode_generate(body, model.signature, limits=limits, is_cancelled=lambda: life.cancelled)

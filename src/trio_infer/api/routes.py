@@ -16,7 +16,7 @@ class Route:
 
     Args:
         action: "live", "ready", "server", or of a model "metadata", "model_ready", "config", "infer", "generate",
-            "generate_stream".
+            "generate_stream", "cancel".
         methods: that it may be asked with.
         model: the model's name, as it stands in the path; "" if none is asked for.
         version: None for whichever is newest.
@@ -39,7 +39,7 @@ _FIXED: Final = {
 
 _MODEL: Final = re.compile(
     r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?"
-    r"(?:/(?P<action>ready|config|infer|generate|generate_stream))?"
+    r"(?:/(?P<action>ready|config|infer|generate|generate_stream|cancel))?"
 )
 _ACTIONS: Final = {
     None: ("metadata", _READ),
@@ -48,6 +48,7 @@ _ACTIONS: Final = {
     "infer": ("infer", _RUN),
     "generate": ("generate", _RUN),
     "generate_stream": ("generate_stream", _RUN),
+    "cancel": ("cancel", _RUN),
 }
 
 _ABSOLUTE: Final = re.compile(r"https?://[^/?]*", re.IGNORECASE)

@@ -56,15 +56,16 @@ class EncodedResponse:
         return "application/json" if self.header_length is None else "application/octet-stream"
 
 
-def parse_header_length(value: str | None, body_size: int) -> int | None:
+def parse_header_length(value: str | None, body_size: int, name: str = "Inference-Header-Content-Length") -> int | None:
     """Where the JSON ends.
 
     Args:
-        value: the header `Inference-Header-Content-Length`, or None.
+        value: what the request says, or None.
         body_size: bytes of the (decompressed) body.
+        name: of what says it, for messages.
 
     Returns:
-        Bytes of JSON in front; None if the header is absent.
+        Bytes of JSON in front; None if nothing is said.
 
     Raises:
         InferError: no number, or not between 0 and `body_size`.
@@ -72,7 +73,7 @@ def parse_header_length(value: str | None, body_size: int) -> int | None:
     if value is None:
         return None
     if not _INTEGER.fullmatch(value.strip()):
-        raise InferError(f"Unable to parse Inference-Header-Content-Length, got: {found(value)}")
+        raise InferError(f"Unable to parse {name}, got: {found(value)}")
     length = int(value)
     if not 0 <= length <= body_size:
         raise InferError(f"inference header size should be in range (0, {body_size}), got: {length}")
@@ -156,6 +157,7 @@ def _decode_document(
         id=request_id,
         parameters=parameters,
         requested_outputs=tuple(output.name for output in plan.outputs),
+        timeout=optional(document.get("parameters", {}), "timeout", int, 0),
     )
     return request, plan
 

@@ -90,6 +90,7 @@ class InferRequest:
         id: as the client gave it; "" if it gave none.
         parameters: the request's own (`sequence_id`, `priority`, ... included).
         requested_outputs: names of the outputs that the client wants; empty means all.
+        timeout: microseconds that it may wait for an instance; 0 for any time.
         is_cancelled: true as soon as the request's work is not wanted any more; safe in any thread, and cheap.
     """
 
@@ -99,6 +100,7 @@ class InferRequest:
     id: str = ""
     parameters: Mapping[str, ParameterValue] = attrs.field(factory=dict)
     requested_outputs: tuple[str, ...] = ()
+    timeout: int = attrs.field(default=0, kw_only=True)
     is_cancelled: Callable[[], bool] = attrs.field(default=_never_cancelled, kw_only=True)
 
 

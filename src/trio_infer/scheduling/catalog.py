@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Final, Literal
+
+import trio
 
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.lifecycle import Life, Phase
@@ -14,6 +17,9 @@ from trio_infer.protocol.values import InferRequest, Send, Signature
 from trio_infer.scheduling.ticket import InstanceQueue, QueueStatistics
 
 __all__ = ["Catalog", "ServedModel"]
+
+FOR_EVER: Final = 2**63
+"""Microseconds; a float takes no integer of any size."""
 
 
 class ServedModel:
@@ -65,7 +71,7 @@ class ServedModel:
             send: takes each response in turn.
 
         Raises:
-            InferError: the model is not ready, or says so itself.
+            InferError: the model is not ready, or says so itself; or the request's own timeout expired in the queue.
             Exception: the model failed.
 
         Cancellation: leaves the queue at once; a run stops as its runner promises.
@@ -76,7 +82,11 @@ class ServedModel:
         try:
             if ticket.instance is None:
                 life.advance(Phase.QUEUED)
-            instance = await self._queue.wait_turn(ticket)
+                with trio.move_on_after(_seconds(request.timeout)):
+                    await self._queue.wait_turn(ticket)
+            instance = ticket.instance  # one that was granted in the tick in which the time was over is kept
+            if instance is None:
+                raise InferError("Request timeout expired", ErrorCode.UNAVAILABLE)
             life.advance(Phase.RUNNING)
             await self._runner.run(instance, request, send)
         finally:
@@ -98,6 +108,10 @@ class ServedModel:
     def statistics(self) -> QueueStatistics:
         """How the queue stands, now."""
         return self._queue.statistics()
+
+
+def _seconds(timeout: int) -> float:
+    return min(timeout, FOR_EVER) / 1e6 if timeout > 0 else math.inf
 
 
 class Catalog:

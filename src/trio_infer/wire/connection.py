@@ -282,7 +282,7 @@ class Connection:
 
     def _reusable(self) -> bool:
         """Whether the request in hand leaves the connection at a place from which another can be read."""
-        if self._all_read:
+        if self.all_read:
             return True
         if self._request is None or self._went_round or self._h11.they_are_waiting_for_100_continue:
             return False
@@ -290,7 +290,7 @@ class Connection:
         return length is not None and length <= DRAIN
 
     @property
-    def _all_read(self) -> bool:
+    def all_read(self) -> bool:
         """Whether the request in hand has been received to its end."""
         if self._request is None or self._h11.their_state is h11.ERROR:
             return False
@@ -349,7 +349,7 @@ class Connection:
         """
         try:
             answered = self._h11.our_state in (h11.DONE, h11.MUST_CLOSE) and not self._cut
-            if answered and (not self._all_read or self.pipelined or self.transport.look() is Sight.DATA):
+            if answered and (not self.all_read or self.pipelined or self.transport.look() is Sight.DATA):
                 with trio.move_on_after(self.patience):
                     await self.transport.send_eof()
                     while await self.transport.receive(lambda: None):

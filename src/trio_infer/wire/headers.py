@@ -12,7 +12,7 @@ __all__ = ["REASONS", "Headers", "framing", "http_date"]
 
 Headers: TypeAlias = "list[tuple[str, str]]"
 
-REASONS: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
+REASONS: Final = {status.value: status.phrase.encode() for status in HTTPStatus} | {499: b"Client Closed Request"}
 
 
 def framing(headers: Iterable[tuple[bytes, bytes]]) -> tuple[int | None, bool]:

@@ -6,8 +6,11 @@ can outlive the nursery.
 
 A request runs in one cancel scope, the inference scope, from its first byte to its last. Whoever wants it stopped calls
 `life.cancel(reason)`; that cancels the scope. What happens then depends on the reason alone: to a client that has gone
-nothing more is written; a client that is still there (shutdown) gets an answer that says why, and if its answer is a
-stream already, a last event and a proper end.
+nothing more is written; a client that is still there (a deadline, a shutdown) gets an answer that says why, and if its
+answer is a stream already, a last event and a proper end. Where HTTP allows it the connection then lives on.
+
+A request's deadline is a task beside the inference task, made only for requests that have one: a scope's own deadline
+would cancel the scope, but nobody would have told `life`, and so the model, by then.
 
 Errors become answers here, in `_answer_error`, and nowhere else. `InferError` is the request's fault or the model's
 considered word, and is answered as it says. Any other exception is a bug: logged once with its traceback, answered 500.
@@ -31,6 +34,7 @@ from trio_infer.limits import DisconnectPolicy, Limits
 from trio_infer.protocol.jsontext import error_json
 from trio_infer.wire.buffers import Buffer
 from trio_infer.wire.connection import Body, Connection
+from trio_infer.wire.farewell import DEADLINE_HEADER, UNREACHABLE, Deadline, farewell, read_deadline
 from trio_infer.wire.headers import Headers
 from trio_infer.wire.pace import Pace, Waiting
 from trio_infer.wire.sentinel import Sentinel
@@ -215,8 +219,12 @@ class Conversation:
         transport = open_transport(stream)
         self.sentinel: Sentinel = Sentinel(transport, settings.policy)
         self.connection: Connection = Connection(transport, Pace(self._scope, settings.limits), settings.limits)
-        self._life: Life | None = None
+        self.life: Life | None = None
+        """Of the request in hand."""
         self._exchange: Exchange | None = None
+        self._nursery: trio.Nursery | None = None
+        self._deadline: Deadline | None = None
+        self._alarm: trio.CancelScope | None = None
 
     async def run(self) -> None:
         """Answer requests until either side closes. Raises only what the application raises beyond `Exception`.
@@ -224,7 +232,8 @@ class Conversation:
         Cancellation: the request in hand ends as cancelled by shutdown; the connection is closed at once.
         """
         try:
-            async with trio.open_nursery() as nursery:
+            async with trio.open_nursery() as self._nursery:
+                nursery = self._nursery
                 nursery.start_soon(self.sentinel.run)
                 try:
                     with self._scope:
@@ -257,8 +266,8 @@ class Conversation:
 
     def abort(self, reason: CancelReason) -> None:
         """Stop the request in hand; its client is told why, if it is still there."""
-        if self._life is not None:
-            self._life.cancel(reason)
+        if self.life is not None:
+            self.life.cancel(reason)
 
     # -- The loop ---------------------------------------------------------------------------------------------------
 
@@ -271,13 +280,14 @@ class Conversation:
                 return
 
     async def _answer_one(self) -> None:
-        life = self._life = Life(self.settings.watchers)
+        life = self.life = Life(self.settings.watchers)
         with trio.CancelScope() as scope:
             life.canceller = lambda reason: scope.cancel(reason=reason.value)
             try:
                 request = await self.connection.read_head()
                 exchange = self._exchange = Exchange(self, life, request)
                 life.label = f"{exchange.method} {exchange.target}"
+                self._set_alarm(life, exchange)
                 await self._application(exchange)
                 if life.outcome is None:
                     raise RuntimeError("the application returned without an answer")
@@ -291,13 +301,24 @@ class Conversation:
                     raise
                 _log_bug(life, rest)
                 raise stopped from None
-        if life.reason is CancelReason.SHUTDOWN:
-            await self._say_farewell()
+        if life.reason is not None and life.reason not in UNREACHABLE:
+            await self._say_farewell(life)
         self._finish_life()
+
+    def _set_alarm(self, life: Life, exchange: Exchange) -> None:
+        """Have the request cancelled when its time is over, if it has a deadline."""
+        self._deadline = None
+        self._deadline = read_deadline(exchange.header(DEADLINE_HEADER), self.settings.limits.request_timeout_ms)
+        if self._deadline is None:
+            return
+        assert self._nursery is not None
+        self._alarm = trio.CancelScope()
+        at = trio.current_time() + self._deadline.milliseconds / 1000
+        self._nursery.start_soon(_ring, at, life, self._alarm)
 
     async def _answer_error(self, error: Exception) -> None:
         """The one place where an error becomes an answer."""
-        life, exchange = self._life, self._exchange
+        life, exchange = self.life, self._exchange
         assert life is not None
         told = _first(error)
         if isinstance(told, InferError):
@@ -312,8 +333,10 @@ class Conversation:
         else:
             message, status = f"{type(told).__name__}: {told}", 500
             _log_bug(life, error)
-        if life.cancelled or life.outcome is not None:
-            self.connection.last = True  # nobody to tell, or it was told
+        if life.cancelled:
+            pass  # nobody to tell, or it will be told that instead
+        elif life.outcome is not None:
+            self.connection.last = True  # it was told
         elif exchange is not None:
             await exchange.fail(status, message)
         else:
@@ -322,18 +345,22 @@ class Conversation:
             await self.connection.respond(status, [JSON], [error_json(message)])
             life.end()
 
-    async def _say_farewell(self) -> None:
+    async def _say_farewell(self, life: Life) -> None:
         """The request was stopped under a client that is still there."""
-        exchange, life = self._exchange, self._life
-        self.connection.last = True
-        if exchange is None or life is None or life.outcome is not None or life.phase is Phase.SENDING:
+        exchange, connection = self._exchange, self.connection
+        if exchange is None or life.outcome is not None or life.phase is Phase.SENDING:
+            connection.last = True  # too late: the answer was cut off, or there is no request yet
             return
-        with trio.move_on_after(FAREWELL):
-            await exchange.fail(503, "cancelled: the server is shutting down")
+        if life.reason is CancelReason.SHUTDOWN or not connection.all_read:
+            connection.last = True
+        with trio.move_on_after(FAREWELL) as patience:
+            await exchange.fail(*farewell(life, self._deadline))
+        if patience.cancelled_caught:
+            connection.last = True
 
     async def _out_of_patience(self) -> None:
         """A limit expired: say so if a request was being received, and be done."""
-        life, waiting = self._life, self.connection.pace.waiting
+        life, waiting = self.life, self.connection.pace.waiting
         self.connection.last = True
         if life is None or life.outcome is not None:
             return
@@ -345,14 +372,23 @@ class Conversation:
 
     def _finish_life(self) -> None:
         """Whatever has not come to its end by now has been stopped: see to it that this shows."""
-        life, self._life, self._exchange = self._life, None, None
+        life, self.life, self._exchange = self.life, None, None
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
         if life is None:
             return
         if life.outcome is None:
             life.cancel(CancelReason.SHUTDOWN)
             life.end()
-        if life.reason is not None:
+        if life.reason in UNREACHABLE:
             self.connection.last = True
+
+
+async def _ring(at: float, life: Life, alarm: trio.CancelScope) -> None:
+    with alarm:
+        await trio.sleep_until(at)
+        life.cancel(CancelReason.DEADLINE)
 
 
 def sole(error: BaseException) -> BaseException:
