@@ -21,7 +21,8 @@ outcome whatever else the request still does. A cancel that comes after the end 
 handed to the kernel.
 
 A request that a model makes of another model while it runs (BLS) is a life of its own, a *child*: it has an outcome, is
-cancelled with its parent, and knows it; watchers that count what clients ask leave children out.
+cancelled with its parent, and knows it; watchers that count what clients ask leave children out. If a model makes it
+for several requests together, a stand-in for all of them is its parent.
 
 The work of a request may outlast its life: a thread goes on after its client has left. `Life.timing` follows the work,
 and `work_over` tells the watchers of its end, before or after the life's own.
@@ -36,7 +37,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-__all__ = ["STATUS", "CancelReason", "Life", "LifeWatcher", "LifecycleError", "Outcome", "Phase", "Timing"]
+__all__ = ["STATUS", "CancelReason", "Life", "LifeWatcher", "LifecycleError", "Outcome", "Phase", "StandIn", "Timing"]
 
 
 class Phase(enum.Enum):
@@ -203,12 +204,15 @@ class Life:
             label: what a log calls it.
         """
         child = Life(self._watchers, label=label, parent=self)
+        self._adopt(child)
+        return child
+
+    def _adopt(self, child: Life) -> None:
         if self._children is _NO_CHILDREN:
             self._children = set()
         self._children.add(child)
         if self.reason is not None:
             child.cancel(self.reason)
-        return child
 
     def work_over(self) -> None:
         """The work that `timing` is of has ended; called once, in the trio thread."""
@@ -277,6 +281,36 @@ class Life:
         for watcher in self._watchers:
             watcher.life_ended(self)
         return outcome
+
+
+class StandIn(Life):
+    """The parent of a request that is made for several others: cancelled when the last of those that live on is.
+
+    No watcher is told of it, only of its children.
+
+    Args:
+        lives: those that it stands for; none for a request that is made of a model's own accord.
+    """
+
+    __slots__ = ("_lives",)
+
+    def __init__(self, lives: Sequence[Life]) -> None:
+        super().__init__(label=" + ".join(life.label for life in lives))
+        self._lives = tuple(lives)
+        for life in lives:
+            self._watchers = life._watchers
+            life._adopt(self)
+
+    def cancel(self, reason: CancelReason) -> bool:
+        """One of them is cancelled; nothing comes of it while another one lives on."""
+        if all(life.cancelled or life.outcome is not None for life in self._lives):
+            return super().cancel(reason)
+        return False
+
+    def leave(self) -> None:
+        """It is needed no more."""
+        for life in self._lives:
+            life._children.discard(self)
 
 
 _NO_CHILDREN: Final[set[Life]] = set()

@@ -102,8 +102,9 @@ def later(self, sender):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(client.stay)
         await happens(signals.started)
-        await trio.testing.wait_all_tasks_blocked()
-        assert client.instance.working
+        with trio.fail_after(10):
+            await client.idle.wait()  # the next request may come
+        assert not client.gone.is_set()
         signals.go_on.set()
     await happens(signals.turned)
     assert numbers(client) == [1, 2]
@@ -262,7 +263,7 @@ def execute(self, requests):
     assert caplog.records == []
 
 
-async def test_a_stream_whose_client_left_keeps_the_instance_until_the_final_flag(
+async def test_a_stream_whose_client_left_keeps_the_model_from_being_finalized_until_the_final_flag(
     repository: Repository, signals: Any
 ) -> None:
     runner = await loaded(
@@ -277,7 +278,10 @@ def later(self, sender):
         stage.tick.wait(0.001)
     stage.turned.set()
     stage.go_on.wait(10)
+    stage.sent.append("the last of it")
     sender.send(flags=FINAL)
+def finalize(self):
+    stage.sent.append("finalize")
 """,
     )
     client = Client(runner)
@@ -285,24 +289,26 @@ def later(self, sender):
         nursery.start_soon(client.stay)
         await happens(signals.started)
         client.leave()
-    await happens(signals.turned)
-    await trio.testing.wait_all_tasks_blocked()
-    assert client.instance.working
-    signals.go_on.set()
-    with trio.fail_after(10):
-        await client.idle.wait()
+    assert not client.instance.working
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(runner.unload)
+        await happens(signals.turned)
+        await trio.testing.wait_all_tasks_blocked()
+        assert signals.sent == []
+        signals.go_on.set()
     assert numbers(client) == [0]
+    assert signals.sent == ["the last of it", "finalize"]
 
 
-async def test_an_abandoned_stream_whose_sender_is_dropped_frees_the_instance(
-    repository: Repository, signals: Any
-) -> None:
+async def test_an_abandoned_stream_whose_sender_is_dropped_is_over(repository: Repository, signals: Any) -> None:
     runner = await loaded(
         repository,
         """
 def execute(self, requests):
     stage.kept = [requests[0].get_response_sender()]
     stage.started.set()
+def finalize(self):
+    stage.turned.set()
 """,
     )
     client = Client(runner)
@@ -310,10 +316,12 @@ def execute(self, requests):
         nursery.start_soon(client.stay)
         await happens(signals.started)
         client.leave()
-    assert client.instance.working
-    signals.kept.clear()
-    with trio.fail_after(10):
-        await client.idle.wait()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(runner.unload)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not signals.turned.is_set()
+        signals.kept.clear()
+    assert signals.turned.is_set()
 
 
 async def test_a_client_that_leaves_before_the_thread_begins_frees_the_instance(

@@ -176,23 +176,23 @@ def test_a_misused_sender_says_so(args: tuple[Any, ...], words: str) -> None:
         received().get_response_sender().send(*args)
 
 
-def test_what_is_not_supported_yet_names_itself() -> None:
+def test_what_needs_a_server_or_is_not_supported_says_so() -> None:
     request = pb_utils.InferenceRequest(model_name="other", inputs=[], requested_output_names=["OUT"])
     calls = {
-        "exec": request.exec,
-        "async_exec": request.async_exec,
-        "get_response_sender": request.get_response_sender,
-        "RESCHEDULE": lambda: request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE),
-        "MetricFamily": lambda: pb_utils.MetricFamily("n", "d", pb_utils.MetricFamily.COUNTER),
-        "load_model": lambda: pb_utils.load_model("m"),
-        "unload_model": lambda: pb_utils.unload_model("m"),
-        "is_model_ready": lambda: pb_utils.is_model_ready("m"),
+        r"^exec\(\) needs a server": request.exec,
+        r"^async_exec\(\) needs a server": request.async_exec,
+        r"only a request that execute": request.get_response_sender,
+        r"RESCHEDULE\) is not supported": lambda: request.set_release_flags(
+            pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+        ),
+        r"^MetricFamily\(\) needs": lambda: pb_utils.MetricFamily("n", "d", pb_utils.MetricFamily.COUNTER),
+        r"^load_model\(\) needs": lambda: pb_utils.load_model("m"),
+        r"^unload_model\(\) needs": lambda: pb_utils.unload_model("m"),
+        r"^is_model_ready\(\) needs": lambda: pb_utils.is_model_ready("m"),
     }
-    for name, call in calls.items():
-        with pytest.raises(pb_utils.TritonModelException, match=r"not supported|only a request"):
+    for words, call in calls.items():
+        with pytest.raises(pb_utils.TritonModelException, match=words):
             call()
-        assert pb_utils.__doc__ is not None
-        assert name in pb_utils.__doc__ or name == "get_response_sender"
     assert pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_GPU, 0).preferred_memory_type == 2
     assert pb_utils.InferenceTrace()
 

@@ -30,10 +30,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any, Final
+from types import CodeType, FrameType, ModuleType
+from typing import Any, Final, Literal
 
-__all__ = ["ModelCode", "code_of"]
+from trio_infer.models.bridge import Bridge
+
+__all__ = ["ModelCode", "calling_code", "code_of"]
 
 ROOT: Final = "trio_infer_models"
 PB_UTILS: Final = "triton_python_backend_utils"
@@ -48,16 +50,38 @@ def code_of(module_name: object) -> ModelCode | None:
     return _codes.get(module_name.split(".", 2)[1])
 
 
+def calling_code() -> ModelCode | None:
+    """The model's code that the caller was called by, however far up.
+
+    A call that comes from no model's code (a library's thread calls back what it was given) is taken for that of the
+    only instance in this process, if there is but one. None: it can't be told.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = code_of(frame.f_globals.get("__name__"))
+        if code is not None:
+            return code
+        frame = frame.f_back
+    codes = [*_codes.values()]
+    return codes[0] if len(codes) == 1 else None
+
+
 class ModelCode:
     """The code of one instance of one model.
 
     Args:
         model: the model's name.
         file: its `model.py`; the directory above its own is the model's.
+        bridge: how the code reaches the server; None outside of one.
+
+    Attributes:
+        stage: the hook that is running, of those in which not everything is allowed; "" once requests may come.
     """
 
-    def __init__(self, model: str, file: Path) -> None:
+    def __init__(self, model: str, file: Path, bridge: Bridge | None = None) -> None:
         self.model = model
+        self.bridge = bridge
+        self.stage: Literal["auto_complete_config", "initialize", "finalize", ""] = "initialize"
         self.file: Path = file.absolute()
         self.version_directory: Path = self.file.parent
         self.model_directory: Path = self.version_directory.parent

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import trio
-
 from trio_infer.errors import ModelLoadError
 from trio_infer.models import triton_utils
 from trio_infer.models.triton_autocomplete import AutoCompleteConfig
+from trio_infer.models.triton_current import is_trio_cancelled
 from trio_infer.models.triton_imports import PB_UTILS, ModelCode
 from trio_infer.protocol.model_config import ModelConfig
 
@@ -45,9 +44,11 @@ def import_model(code: ModelCode, config: ModelConfig, *, auto_complete: bool) -
     if not callable(getattr(made, "execute", None)):
         raise ModelLoadError(config.name, "its TritonPythonModel has no method execute", where=code.file)
     if auto_complete and hasattr(made, "auto_complete_config"):
+        code.stage = "auto_complete_config"
         with model_fault(code, "auto_complete_config"):
             completed = AutoCompleteConfig(config.as_json())
             completed = made.auto_complete_config(completed) or completed
+        code.stage = "initialize"
         if not isinstance(completed, AutoCompleteConfig):
             reason = f"auto_complete_config must return its argument, got {type(completed).__name__}"
             raise ModelLoadError(config.name, reason, where=code.file)
@@ -64,6 +65,7 @@ def initialize(model: Any, code: ModelCode, config: ModelConfig, index: int, ver
         ModelLoadError: it raised.
     """
     if not hasattr(model, "initialize"):
+        code.stage = ""
         return
     kind, device = config.instance_device(index)
     with model_fault(code, "initialize"):
@@ -78,6 +80,7 @@ def initialize(model: Any, code: ModelCode, config: ModelConfig, index: int, ver
                 "model_name": config.name,
             }
         )
+    code.stage = ""
 
 
 @contextmanager
@@ -88,9 +91,11 @@ def model_fault(code: ModelCode, doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except (trio.Cancelled, ModelLoadError):
+    except ModelLoadError:
         raise
     except BaseException as error:
+        if is_trio_cancelled(error):
+            raise
         where: Path = code.file
         line = None
         text = str(error)

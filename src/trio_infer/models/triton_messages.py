@@ -1,21 +1,39 @@
 """Requests, responses and the sender, as model code handles them; the names and the calls are Triton's.
 
+A request that a model makes itself goes to another model by its instance's `Bridge`, and comes back as responses; what
+goes wrong there is a response with an error, and only a call that makes no sense is an exception. All of it is
+cancelled with the requests that the model is working on (`triton_current`), and when nobody wants its responses any
+more: an iterator that is let go of cancels what is behind it.
+
 `is_cancelled` on requests and senders is not a method but the request's own callable, stored as an attribute: calling
 it costs what the callable costs (0.05 microseconds for a life's flag), with no layer between.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
 
-from trio_infer.errors import InferError
-from trio_infer.models.triton_tensors import Tensor, TritonError, TritonModelException, unsupported
-from trio_infer.models.triton_work import Work
-from trio_infer.protocol.values import InferRequest, InferResponse
+import numpy as np
 
-__all__ = ["InferenceRequest", "InferenceResponse", "InferenceResponseSender", "Outlet"]
+from trio_infer.errors import ErrorCode, InferError
+from trio_infer.models.bridge import Bridge, Replies
+from trio_infer.models.triton_current import Job
+from trio_infer.models.triton_imports import ModelCode, calling_code
+from trio_infer.models.triton_tensors import Tensor, TritonError, TritonModelException, wire_array
+from trio_infer.protocol.values import Array, InferRequest, InferResponse
+
+__all__ = [
+    "InferenceRequest",
+    "InferenceResponse",
+    "InferenceResponseSender",
+    "Outlet",
+    "ResponseIterator",
+    "bridge_of",
+]
 
 FINAL: Final = 1
 RESCHEDULE: Final = 2
@@ -47,6 +65,22 @@ class InferenceResponse:
         self._error = error
         self._parameters = _checked_parameters(parameters)
 
+    @classmethod
+    def received(cls, reply: InferResponse | InferError, wanted: Sequence[str] = ()) -> InferenceResponse:
+        """What another model answered, or what went wrong.
+
+        Args:
+            wanted: the names of the outputs that were asked for; none for all.
+        """
+        if isinstance(reply, InferError):
+            return cls(error=TritonError(reply.message, reply.code))
+        outputs = [
+            Tensor(name, np.asarray(value)) for name, value in reply.outputs.items() if not wanted or name in wanted
+        ]
+        for tensor in outputs:
+            tensor.normalise()
+        return cls(outputs, parameters=reply.parameters)
+
     def output_tensors(self) -> list[Tensor]:
         return self._tensors
 
@@ -75,7 +109,7 @@ class Outlet:
 
     __slots__ = ("_encode", "_work", "promise")
 
-    def __init__(self, work: Work, encode: Callable[[InferenceResponse], InferResponse | InferError]) -> None:
+    def __init__(self, work: Job, encode: Callable[[InferenceResponse], InferResponse | InferError]) -> None:
         self._work = work
         self._encode = encode
         self.promise: Callable[[], None] = work.promise
@@ -137,10 +171,57 @@ class InferenceResponseSender:
             raise TritonModelException(f"Unable to send response. {fault}")
 
 
-class InferenceRequest:
-    """What a client asks.
+class ResponseIterator:
+    """The responses to a request that a model made with `decoupled=True`, as they come; also an async iterator.
 
-    Models receive these. One that a model makes itself, to call another model, can't be executed yet.
+    The last one may have an error. Whoever stops early need do no more than let go of it.
+    """
+
+    __slots__ = ("_replies", "_wanted")
+
+    def __init__(self, replies: Replies, wanted: Sequence[str]) -> None:
+        self._replies = replies
+        self._wanted = wanted
+
+    def __iter__(self) -> ResponseIterator:
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        reply = self._replies.next()
+        if reply is None:
+            raise StopIteration
+        return InferenceResponse.received(reply, self._wanted)
+
+    def __aiter__(self) -> ResponseIterator:
+        return self
+
+    async def __anext__(self) -> InferenceResponse:
+        reply = await _next_async(self._replies)
+        if reply is None:
+            raise StopAsyncIteration
+        return InferenceResponse.received(reply, self._wanted)
+
+    def cancel(self) -> None:
+        """The rest is not wanted. The iteration ends soon, perhaps after a response with a CANCELLED error."""
+        self._replies.cancel()
+
+    def __del__(self) -> None:
+        self._replies.cancel()
+
+
+class InferenceRequest:
+    """What a client asks, or what a model asks another one.
+
+    Args:
+        request_id: any text; the other model sees it.
+        correlation_id: of the sequence that it belongs to; 0 or "" for none.
+        inputs: tensors by the other model's names.
+        requested_output_names: the outputs that are wanted.
+        model_name, model_version: who is asked; version -1 for the newest that is ready.
+        flags: TRITONSERVER_REQUEST_FLAG_SEQUENCE_START and _END, added up.
+        timeout: in microseconds; 0 for none.
+        preferred_memory, trace: accepted without effect.
+        parameters: str, int, float or bool by name; the other model sees them.
 
     Attributes:
         is_cancelled: call it to learn whether the client has left; cheap enough for each step of a loop.
@@ -163,6 +244,9 @@ class InferenceRequest:
         self._request_id = request_id
         self._correlation_id = correlation_id
         self._inputs = list(inputs)
+        for tensor in self._inputs:
+            if not isinstance(tensor, Tensor):
+                raise TritonModelException(f"inputs must hold pb_utils.Tensor, got {type(tensor).__name__}")
         self._requested = list(requested_output_names)
         self._model = model_name, model_version
         self._flags = flags
@@ -172,10 +256,12 @@ class InferenceRequest:
         self._parameters = _checked_parameters(parameters)
         self._outlet: Outlet | None = None
         self.is_cancelled: Callable[[], bool] = _never
+        # Here, since `exec` may be called by a library: `pool.submit(request.exec)`.
+        self._code = calling_code()
 
     @classmethod
     def received(
-        cls, request: InferRequest, inputs: Sequence[Tensor], outputs: Sequence[str], outlet: Outlet
+        cls, request: InferRequest, inputs: list[Tensor], outputs: Sequence[str], outlet: Outlet
     ) -> InferenceRequest:
         """A client's request; for the runner, not for models.
 
@@ -185,21 +271,20 @@ class InferenceRequest:
             outputs: the names of all of the model's outputs, for a request that names none.
             outlet: where a sender's responses go.
         """
-        own = {key: value for key, value in request.parameters.items() if key not in _KNOWN_PARAMETERS}
+        self = cls.__new__(cls)
         get = request.parameters.get
         sequence, timeout = get("sequence_id", 0), get("timeout", 0)
-        self = cls(
-            request_id=request.id,
-            correlation_id=sequence if isinstance(sequence, (int, str)) else 0,
-            inputs=inputs,
-            requested_output_names=request.requested_outputs or outputs,
-            model_name=request.model_name,
-            model_version=int(request.model_version) if request.model_version.isdecimal() else -1,
-            flags=bool(get("sequence_start", False)) | bool(get("sequence_end", False)) << 1,
-            timeout=timeout if isinstance(timeout, int) else 0,
-            parameters=own,
-        )
+        self._request_id = request.id
+        self._correlation_id = sequence if isinstance(sequence, (int, str)) else 0
+        self._inputs = inputs
+        self._requested = list(request.requested_outputs or outputs)
+        self._model = request.model_name, int(request.model_version) if request.model_version.isdecimal() else -1
+        self._flags = bool(get("sequence_start", False)) | bool(get("sequence_end", False)) << 1
+        self._timeout = timeout if isinstance(timeout, int) else 0
+        self._preferred_memory = self._trace = None
+        self._parameters = {key: value for key, value in request.parameters.items() if key not in _KNOWN_PARAMETERS}
         self._outlet = outlet
+        self._code = None
         self.is_cancelled = request.is_cancelled
         return self
 
@@ -242,8 +327,16 @@ class InferenceRequest:
         return self._trace
 
     def set_release_flags(self, flags: int) -> None:
+        """Say what happens to the request after `execute`: released, the one thing that is supported.
+
+        Raises:
+            TritonModelException: TRITONSERVER_REQUEST_RELEASE_RESCHEDULE is asked for.
+        """
         if flags & RESCHEDULE:
-            unsupported("rescheduling a request (TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)")
+            raise TritonModelException(
+                "rescheduling a request (TRITONSERVER_REQUEST_RELEASE_RESCHEDULE) is not supported by trio-infer: "
+                "go on in a loop inside execute, which may send as it goes"
+            )
 
     def get_response_sender(self) -> InferenceResponseSender:
         """The sender of this request's responses.
@@ -256,11 +349,135 @@ class InferenceRequest:
         self._outlet.promise()
         return InferenceResponseSender(self._outlet, self.is_cancelled)
 
-    def exec(self, decoupled: bool = False) -> NoReturn:
-        unsupported("calling a model from a model (InferenceRequest.exec)")
+    def exec(self, decoupled: bool = False) -> Any:
+        """Have the other model answer, and wait for it.
 
-    def async_exec(self, decoupled: bool = False) -> NoReturn:
-        unsupported("calling a model from a model (InferenceRequest.async_exec)")
+        Args:
+            decoupled: whether it may give any number of responses.
+
+        Returns:
+            an InferenceResponse, whose `has_error()` says whether it went wrong; a ResponseIterator with `decoupled`,
+            at once.
+
+        Raises:
+            TritonModelException: it makes no sense: outside of a server, in `initialize` or `finalize`, a tensor that
+                can't be sent.
+        """
+        replies = self._ask(self._bridge("exec()"))
+        if decoupled:
+            return ResponseIterator(replies, self._requested)
+        first = replies.next()
+        return self._only(replies, first, None if first is None else replies.next())
+
+    def async_exec(self, decoupled: bool = False) -> Awaitable[Any]:
+        """As `exec`, for `async def execute`: await what it gives. The request is on its way already, so that several
+        can be awaited together (`asyncio.gather`); cancelling the awaiting task cancels it.
+
+        Raises:
+            RuntimeError: there is no running event loop.
+            TritonModelException: as `exec`.
+        """
+        bridge = self._bridge("async_exec()")
+        loop = asyncio.get_running_loop()
+        replies = self._ask(bridge)
+        if decoupled:
+            future: asyncio.Future[ResponseIterator] = loop.create_future()
+            future.set_result(ResponseIterator(replies, self._requested))
+            return future
+        return loop.create_task(self._only_async(replies))
+
+    def _bridge(self, what: str) -> Bridge:
+        return bridge_of(calling_code() or self._code, what, only_in_execute=True)
+
+    def _ask(self, bridge: Bridge) -> Replies:
+        inputs = {tensor.name(): _read_only(wire_array(tensor)) for tensor in self._inputs}
+        name, version = self._model
+        parameters = dict(self._parameters)
+        if self._correlation_id:
+            start, end = bool(self._flags & 1), bool(self._flags & 2)
+            parameters |= {"sequence_id": self._correlation_id, "sequence_start": start, "sequence_end": end}
+        if self._timeout:
+            parameters["timeout"] = self._timeout
+        return bridge.infer(
+            InferRequest(
+                name,
+                "" if version < 0 else str(version),
+                inputs,
+                id=str(self._request_id),
+                parameters=parameters,
+                requested_outputs=tuple(self._requested),
+            )
+        )
+
+    def _only(
+        self, replies: Replies, first: InferResponse | InferError | None, second: InferResponse | InferError | None
+    ) -> InferenceResponse:
+        if first is None:
+            first = InferError(f"model '{self._model[0]}' gave no response", ErrorCode.INTERNAL)
+        elif isinstance(second, InferError):
+            first = second
+        elif second is not None:
+            replies.cancel()
+            first = InferError(
+                f"model '{self._model[0]}' gave more than one response: call it with exec(decoupled=True)",
+                ErrorCode.UNSUPPORTED,
+            )
+        return InferenceResponse.received(first, self._requested)
+
+    async def _only_async(self, replies: Replies) -> InferenceResponse:
+        try:
+            first = await _next_async(replies)
+            return self._only(replies, first, None if first is None else await _next_async(replies))
+        except asyncio.CancelledError:
+            replies.cancel()
+            raise
+
+
+def bridge_of(code: ModelCode | None, what: str, *, only_in_execute: bool = False) -> Bridge:
+    """How a model's code reaches the server.
+
+    Args:
+        code: whose; None if that can't be told.
+        what: it wants, for messages.
+        only_in_execute: whether that is refused in `initialize` and `finalize`; it is in `auto_complete_config`.
+
+    Raises:
+        TritonModelException: it can't, or not now.
+    """
+    if code is None or code.bridge is None:
+        raise TritonModelException(f"{what} needs a server, and the calling code is no served model's")
+    if only_in_execute and code.stage:
+        raise TritonModelException(
+            f"BLS is only supported during the 'execute' function: {what} was called during '{code.stage}'"
+        )
+    if code.stage == "auto_complete_config":
+        raise TritonModelException(f"{what} can't be called during 'auto_complete_config'")
+    return code.bridge
+
+
+def _read_only(array: Array) -> Array:
+    # The other model may be of this process: it gets the memory itself, and copies it before it writes.
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+async def _next_async(replies: Replies) -> InferResponse | InferError | None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(_set, ready)
+
+    replies.when_ready(tell)
+    await ready
+    return replies.next()
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 # The server acts on these itself; a model sees them through other methods.

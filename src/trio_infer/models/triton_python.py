@@ -24,6 +24,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ import trio
 
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.models.host import Host
+from trio_infer.models.local_bridge import LocalBridge
 from trio_infer.models.runner import Instance, Stops
 from trio_infer.models.triton_execute import Executor, Loaded
 from trio_infer.models.triton_imports import ModelCode
@@ -91,7 +93,7 @@ class TritonPythonRunner:
         except KeyError:  # a tensor without a datatype, which the model may still complete
             self.signature = Signature(self.config.name, str(self.version), (), ())
         self.on_disconnect = self.config.on_disconnect
-        self._executor = Executor(self.signature, self.config.reshapes)
+        self._executor = Executor(self.signature, self.config.reshapes, cancel_tasks=self.config.cancel_tasks)
 
     @property
     def instances(self) -> int:
@@ -113,15 +115,16 @@ class TritonPythonRunner:
         Cancellation: leaves at once; the thread stops after the instance that it is at, and what is ready is finalized
         by `unload`, or by the thread if that comes later.
         """
-        self.config = await self._in_thread(self._load)
+        self.config = await self._in_thread(self._load, trio.lowlevel.current_trio_token(), host)
         self._read_config()
 
-    def _load(self) -> ModelConfig:
+    def _load(self, token: trio.lowlevel.TrioToken, host: Host) -> ModelConfig:
         config = self.config
         try:
             for index in range(config.instance_count):
                 trio.from_thread.check_cancelled()
-                code = ModelCode(config.name, self.file)
+                bridge = LocalBridge(host, token, config.name, partial(self._in_hand, index))
+                code = ModelCode(config.name, self.file, bridge)
                 try:
                     auto_complete = self._auto_complete and index == 0
                     made, config = import_model(code, config, auto_complete=auto_complete)
@@ -134,6 +137,9 @@ class TritonPythonRunner:
             self._finalize()
             raise
         return config
+
+    def _in_hand(self, index: int) -> list[Work]:
+        return [work for work in self._works if work.index == index]
 
     def _keep(self, loaded: Loaded) -> None:
         with self._lock:
@@ -158,16 +164,7 @@ class TritonPythonRunner:
         with self._lock:
             going, self._loaded = self._loaded, []
         for loaded in going:
-            try:
-                finalize = getattr(loaded.model, "finalize", None)
-                if finalize is not None:
-                    finalize()
-            except trio.Cancelled:
-                raise
-            except BaseException:
-                log.exception("model instance '%s' failed to finalize", loaded.name)
-            finally:
-                loaded.code.forget()
+            loaded.finalize()
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True, limiter=self._limiter)

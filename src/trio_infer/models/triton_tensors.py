@@ -6,19 +6,23 @@ Triton passes tensors between processes; here they are the arrays themselves. Tw
   once, when it is first asked for: model code writes into its inputs, and `torch.from_numpy` warns about read-only
   ones. A tensor that is never looked at is never copied.
 - An output array is not copied when it is contiguous, so a model must not write into it after handing it over.
+
+numpy has no bfloat16. A BF16 tensor's array is float32 here, as in the server's codecs; a model never sees that: it
+gets and gives such tensors by DLPack only, as in Triton.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from trio_infer.errors import ErrorCode
+from trio_infer.models.triton_dlpack import exported, imported
 from trio_infer.protocol.datatypes import Datatype
 from trio_infer.protocol.values import Array
 
-__all__ = ["Tensor", "TritonError", "TritonModelException", "reshaped", "unsupported", "wire_array"]
+__all__ = ["Tensor", "TritonError", "TritonModelException", "reshaped", "wire_array"]
 
 _TYPE_NUMBERS = {
     datatype: number
@@ -50,11 +54,6 @@ class TritonModelException(Exception):
     def message(self) -> str:
         """The text."""
         return str(self)
-
-
-def unsupported(what: str) -> NoReturn:
-    """Refuse a call that this version has no implementation of."""
-    raise TritonModelException(f"{what} is not supported by trio-infer yet")
 
 
 class TritonError:
@@ -137,58 +136,74 @@ class Tensor:
         """The array as it is, perhaps read-only; for the runner."""
         return self._array
 
+    def normalise(self) -> None:
+        """Make its strings `bytes`; for the runner."""
+        self._array = wire_array(self)
+
     def is_cpu(self) -> bool:
         return True
 
     def as_numpy(self) -> Array:
-        """The array, writable. BYTES tensors are object arrays of `bytes`; BF16 tensors are float32."""
+        """The array, writable. BYTES tensors are object arrays of `bytes`.
+
+        Raises:
+            TritonModelException: it is a BF16 tensor.
+        """
+        if self._datatype is Datatype.BF16:
+            raise TritonModelException(
+                f"tensor '{self._name}' is of TYPE_BF16, which numpy does not have: take it by to_dlpack()"
+            )
+        return self._writable()
+
+    def _writable(self) -> Array:
         if not self._array.flags.writeable:
             self._array = self._array.copy()
         return self._array
 
     def to_dlpack(self) -> Any:
-        """A DLPack capsule that shares the array's memory.
+        """A DLPack capsule that shares the array's memory (BF16: a copy).
 
         Raises:
-            BufferError, TypeError: DLPack has no such element type (strings).
+            BufferError: DLPack has no such element type (strings).
         """
-        return self.as_numpy().__dlpack__()
+        return exported(self._writable(), bfloat16=self._datatype is Datatype.BF16)
 
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.as_numpy().__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        device, number = self._array.__dlpack_device__()
-        return int(device), number
-
-    @staticmethod
-    def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """A tensor from a DLPack capsule, or from an object that gives one (`torch.Tensor`), on the CPU.
-
-        Raises:
-            TritonModelException: numpy can't take it: another device, or an element type that numpy lacks (bfloat16).
-        """
-        source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
-        try:
-            return Tensor(name, np.from_dlpack(source))
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise TritonModelException(f"tensor '{name}' can't be taken from DLPack: {error}") from error
-
-    def __repr__(self) -> str:
-        return f"Tensor({self._name!r}, {self._datatype.value}, {self.shape()})"
-
-
-class _Capsule:
-    """Makes a bare DLPack capsule (of memory on the CPU) into what `numpy.from_dlpack` wants."""
-
-    def __init__(self, capsule: Any) -> None:
-        self._capsule = capsule
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return self._capsule
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"tensor '{self._name}' is in the CPU's memory, and can't be given on device {dl_device}")
+        array = self._writable()
+        return exported(array.copy() if copy else array, bfloat16=self._datatype is Datatype.BF16)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0
+
+    @staticmethod
+    def from_dlpack(name: str, tensor: Any) -> Tensor:
+        """A tensor from a DLPack capsule, or from an object that gives one (`torch.Tensor`), in the CPU's memory.
+
+        Shares the memory, unless it isn't contiguous, or is bfloat16.
+
+        Raises:
+            TritonModelException: it is on another device, or of an element type that the protocol lacks.
+        """
+        try:
+            array, bfloat16 = imported(tensor)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise TritonModelException(f"tensor '{name}' can't be taken from DLPack: {error}") from error
+        made = Tensor(name, array)
+        if bfloat16:
+            made._datatype = Datatype.BF16
+        return made
+
+    def __repr__(self) -> str:
+        return f"Tensor({self._name!r}, {self._datatype.value}, {self.shape()})"
 
 
 def wire_array(tensor: Tensor) -> Array:

@@ -1,20 +1,19 @@
 """What a model file gets by `import triton_python_backend_utils as pb_utils`.
 
 This module is registered under that name when the first Triton Python model loads, and wins over an installed module of
-the same name, since that one works only inside Triton's own process.
+the same name, since that one works only inside Triton's own process. `trio_infer.triton_utils` is the public way to it.
 
-Not supported yet; each raises `TritonModelException` and names itself:
+Not supported; each raises `TritonModelException` and says so:
 
-- calling models from models: `InferenceRequest.exec`, `InferenceRequest.async_exec`
-- `load_model`, `unload_model`, `is_model_ready`
-- `MetricFamily`, `Metric`
 - rescheduling: `TRITONSERVER_REQUEST_RELEASE_RESCHEDULE`
+- tensors in a GPU's memory: `Tensor.from_dlpack` takes those that are in the CPU's
 
 Accepted without effect: `PreferredMemory`, `InferenceTrace` (there is one kind of memory, and no trace to hang on to).
 
-The functions that depend on which model calls (`Logger`, `get_model_dir`) find it from the calling code's module, so
-they work in any thread and in sibling modules. A call that comes from no model's code (a callback run by a library) is
-logged under the common name.
+What depends on which model calls (`Logger`, `get_model_dir`, `load_model`, metrics, requests that a model makes) finds
+it from the calling code's module, so it works in any thread and in sibling modules. A call that comes from no model's
+code (a library calls back) is taken for that of the process's only instance; if there are several, it is logged under
+the common name, and what needs the model is refused.
 """
 
 from __future__ import annotations
@@ -23,15 +22,24 @@ import logging
 import struct
 import sys
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import attrs
 import numpy as np
 
+from trio_infer.errors import InferError
 from trio_infer.models.triton_autocomplete import AutoCompleteConfig as ModelConfig
-from trio_infer.models.triton_imports import ModelCode, code_of
-from trio_infer.models.triton_messages import InferenceRequest, InferenceResponse, InferenceResponseSender
-from trio_infer.models.triton_tensors import Tensor, TritonError, TritonModelException, unsupported
+from trio_infer.models.triton_imports import calling_code
+from trio_infer.models.triton_log import log_as
+from trio_infer.models.triton_messages import (
+    InferenceRequest,
+    InferenceResponse,
+    InferenceResponseSender,
+    ResponseIterator,
+    bridge_of,
+)
+from trio_infer.models.triton_metrics import Metric, MetricFamily
+from trio_infer.models.triton_tensors import Tensor, TritonError, TritonModelException
 from trio_infer.protocol.datatypes import Datatype
 from trio_infer.protocol.values import Array
 
@@ -49,9 +57,11 @@ __all__ = [
     "InferenceResponseSender",
     "InferenceTrace",
     "Logger",
+    "Metric",
     "MetricFamily",
     "ModelConfig",
     "PreferredMemory",
+    "ResponseIterator",
     "Tensor",
     "TritonError",
     "TritonModelException",
@@ -106,15 +116,6 @@ _NUMPY_TYPES = dict(
 _TYPE_NUMBERS: dict[Any, int] = {numpy_type: number for number, numpy_type in _NUMPY_TYPES.items()}
 
 
-def _calling_model() -> ModelCode | None:
-    frame = sys._getframe(2)
-    while True:
-        code = code_of(frame.f_globals.get("__name__"))
-        if code is not None or frame.f_back is None:
-            return code
-        frame = frame.f_back
-
-
 class Logger:
     """Writes to the server's log, under the calling model's name and with its file and line."""
 
@@ -125,33 +126,34 @@ class Logger:
 
     @staticmethod
     def log(message: str, level: int = logging.INFO) -> None:
-        code = _calling_model()
-        _log(code, level, message)
+        """Write a line at a level: `Logger.INFO`, `WARNING`, `ERROR` or `VERBOSE`."""
+        _log(level, message)
 
     @staticmethod
     def log_info(message: str) -> None:
-        code = _calling_model()
-        _log(code, logging.INFO, message)
+        _log(logging.INFO, message)
 
     @staticmethod
     def log_warn(message: str) -> None:
-        code = _calling_model()
-        _log(code, logging.WARNING, message)
+        _log(logging.WARNING, message)
 
     @staticmethod
     def log_error(message: str) -> None:
-        code = _calling_model()
-        _log(code, logging.ERROR, message)
+        _log(logging.ERROR, message)
 
     @staticmethod
     def log_verbose(message: str) -> None:
-        code = _calling_model()
-        _log(code, logging.DEBUG, message)
+        _log(logging.DEBUG, message)
 
 
-def _log(code: ModelCode | None, level: int, message: str) -> None:
-    logger = logging.getLogger("trio_infer.model" if code is None else f"trio_infer.model.{code.model}")
-    logger.log(level, "%s", message, stacklevel=3)
+def _log(level: int, message: str) -> None:
+    frame = sys._getframe(2)
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    code = calling_code()
+    if code is None or code.bridge is None:
+        log_as("" if code is None else code.model, level, str(message), file, line)
+    else:
+        code.bridge.log(level, str(message), file, line)
 
 
 def get_model_dir() -> str:
@@ -160,10 +162,51 @@ def get_model_dir() -> str:
     Raises:
         TritonModelException: the call doesn't come from a model's code.
     """
-    code = _calling_model()
+    code = calling_code()
     if code is None:
         raise TritonModelException("get_model_dir() must be called from a model's own code")
     return str(code.version_directory)
+
+
+def load_model(model_name: str, files: Mapping[str, bytes] | None = None, config: str = "") -> None:
+    """Load a model, or load it anew, as a client's `/v2/repository/models/{model_name}/load` does; waits for it.
+
+    Args:
+        files: contents by path in the model's directory, as `"file:1/model.py"`, to load it from in place of what is in
+            the repository; they need a `config`.
+        config: JSON text, in place of `config.pbtxt`.
+
+    Raises:
+        TritonModelException: it can't be loaded; or the server doesn't load models on request.
+    """
+    bridge = bridge_of(calling_code(), "load_model()")
+    contents = {path.removeprefix("file:"): bytes(content) for path, content in (files or {}).items()}
+    try:
+        bridge.load_model(model_name, config or None, contents)
+    except InferError as error:
+        raise TritonModelException(error.message) from None
+
+
+def unload_model(model_name: str, unload_dependents: bool = False) -> None:
+    """Unload a model, as a client does; returns when it takes no more requests.
+
+    Raises:
+        TritonModelException: the server doesn't unload models on request.
+    """
+    bridge = bridge_of(calling_code(), "unload_model()")
+    try:
+        bridge.unload_model(model_name, unload_dependents=unload_dependents)
+    except InferError as error:
+        raise TritonModelException(error.message) from None
+
+
+def is_model_ready(model_name: str, model_version: str = "") -> bool:
+    """Whether a model would answer; version "" for any."""
+    bridge = bridge_of(calling_code(), "is_model_ready()")
+    try:
+        return bridge.is_model_ready(model_name, str(model_version))
+    except InferError as error:
+        raise TritonModelException(error.message) from None
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
@@ -244,27 +287,3 @@ class PreferredMemory:
 
 class InferenceTrace:
     """Accepted without effect."""
-
-
-class MetricFamily:
-    """Not supported yet."""
-
-    COUNTER, GAUGE, HISTOGRAM = range(3)
-
-    def __init__(self, name: str = "", description: str = "", kind: int = 0) -> None:
-        unsupported("a metric of a model's own (MetricFamily)")
-
-
-def load_model(model_name: str, files: Any = None, config: str = "") -> NoReturn:
-    """Not supported yet."""
-    unsupported("loading a model from a model (load_model)")
-
-
-def unload_model(model_name: str, unload_dependents: bool = False) -> NoReturn:
-    """Not supported yet."""
-    unsupported("unloading a model from a model (unload_model)")
-
-
-def is_model_ready(model_name: str, model_version: str = "") -> NoReturn:
-    """Not supported yet."""
-    unsupported("asking for a model from a model (is_model_ready)")

@@ -8,12 +8,16 @@ The model runs in a thread and the request in a task, and each can end without t
 
 The work is over when nothing of the model's can act on the request any more: `execute` isn't running, and no sender is
 still promised (decoupled models promise one from the start; a sender's `final` keeps the promise, so does dropping the
-last reference to it). Only then does the instance become free, and that is told in the trio thread, by
+last reference to it). Then at the latest the instance becomes free, and that is told in the trio thread, by
 `TrioToken.run_sync_soon` if the task has left. If the server has ended by then nobody is left to be told.
 
+A decoupled model's instance is free as soon as `execute` has returned, or goes on as a coroutine: Triton gives it the
+next request then, and models that hand their requests to an engine of their own depend on it. Its work goes on, and the
+model isn't finalized before it is over.
+
 A model that goes on after its client left is *deaf*; if it does so for longer than `deaf_after` seconds, one WARNING
-says that the instance stays taken, and one INFO says when it came back. Only such a run costs more than a flag: a
-system task waits for it, because the request's own task is gone.
+says so, and whether its instance stays taken, and one INFO says when it was done. Only such a run costs more than a
+flag: a system task waits for it, because the request's own task is gone.
 
 Backpressure: at most `LIMIT` responses wait for a slow client. The next `put` blocks the model's thread until there is
 room again or the task has left. One lock guards all of it and is never held while anything waits. It is re-entrant,
@@ -24,6 +28,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +37,7 @@ from typing import Final
 import trio
 
 from trio_infer.errors import ErrorCode, InferError
+from trio_infer.lifecycle import Life
 from trio_infer.models.runner import Instance
 from trio_infer.protocol.values import InferResponse
 
@@ -46,7 +52,7 @@ class Work:
 
     Args:
         label: what the log calls it: the instance's name.
-        instance: taken from now until the work is over.
+        instance: taken from now until the work is over, or of a decoupled model until `execute` has returned.
         decoupled: whether any number of responses come through senders.
         deaf_after: seconds after which the log mentions a model that goes on without its client.
         on_over: called in the trio thread when the work is over, before the instance is given back.
@@ -76,9 +82,26 @@ class Work:
         self._started = self._executing = False
         self._promised = decoupled
         self._put = 0
+        self._returned = False  # from `execute`, of a decoupled model
+        self._left_callbacks: list[Callable[[], None]] = []
         self._final = self._said_final = self._dropped = self._left = self._over = False
         self._news = trio.Event()
         instance.begin()
+
+    @property
+    def life(self) -> Life | None:
+        """Of the request, if it has one."""
+        return self._instance.life
+
+    @property
+    def index(self) -> int:
+        """Of the instance that this began in."""
+        return self._instance.index
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of the model's can act on the request any more."""
+        return self._over
 
     @property
     def promised(self) -> bool:
@@ -91,7 +114,15 @@ class Work:
         """`execute` is about to be called. False: the task has left, don't."""
         with self._lock:
             self._started = self._executing = not self._left
+            if self._started:
+                self._instance.timing.infer_began = time.perf_counter_ns()
             return self._started
+
+    def detach(self) -> None:
+        """`execute` goes on as a coroutine: the instance may take the next request."""
+        with self._lock:
+            self._returned = True
+        self._tell()
 
     def finish(self, *, expect_more: bool, error: InferError | None = None) -> None:
         """`execute` isn't running any more.
@@ -102,6 +133,8 @@ class Work:
         """
         with self._lock:
             self._executing = False
+            self._returned = self._decoupled
+            self._instance.timing.infer_ended = time.perf_counter_ns()
             if not self._final:
                 self.error = error
             if not expect_more:
@@ -136,6 +169,7 @@ class Work:
                 raise ValueError("A model that is not decoupled must send its response before or with the final flag.")
             if response is not None:
                 self._put += 1
+                self._instance.timing.responses.append(time.perf_counter_ns())
                 while len(self._waiting) >= LIMIT and not self._left:
                     self._lock.wait()
                 if not self._left:
@@ -151,6 +185,15 @@ class Work:
             tell = self._promised and not self._final
         if tell:
             self._tell()
+
+    def when_left(self, callback: Callable[[], None]) -> None:
+        """Call back, in the trio thread, if the task leaves while `execute` runs; at once, in this one, if it has."""
+        with self._lock:
+            left = self._left
+            if not left:
+                self._left_callbacks.append(callback)
+        if left:
+            callback()
 
     def _tell(self) -> None:
         with suppress(trio.RunFinishedError):  # then there is no task and no scheduler to tell
@@ -190,12 +233,16 @@ class Work:
             if self._left:
                 return
             self._left = True
+            callbacks = self._left_callbacks if self._executing and not self._final else []
+            self._left_callbacks = []
             if not self._started:
                 self._final = True
             self._waiting.clear()
             self._lock.notify_all()
+        for callback in callbacks:
+            callback()
         self._notice()
-        if not self._over:
+        if not self._over and not (self._returned and self._said_final):  # else it bothers nobody
             trio.lowlevel.spawn_system_task(self._watch, trio.current_time(), name=f"<deaf {self.label}>")
 
     def _notice(self) -> None:
@@ -203,10 +250,12 @@ class Work:
         with self._lock:
             promised = self._promised and not (self._final or self._dropped)
             over = self._left and not self._executing and not promised
+            free = over or self._returned
         if over and not self._over:
             self._over = True
             if self._on_over is not None:
                 self._on_over(self)
+        if free and self._instance.working:
             self._instance.end()
 
     async def _watch(self, left_at: float) -> None:
@@ -214,13 +263,16 @@ class Work:
             await self._until_over()
         if self._over:
             return
+        taken = self._instance.working
         log.warning(
-            "model instance '%s' goes on %.1f s after its request was given up; it stays taken until it is done",
+            "model instance '%s' goes on %.1f s after its request was given up; %s",
             self.label,
             trio.current_time() - left_at,
+            "it stays taken until it is done" if taken else "meanwhile it takes other requests",
         )
         await self._until_over()
-        log.info("model instance '%s' is free again, %.1f s late", self.label, trio.current_time() - left_at)
+        done = "is free again" if taken else "is done with it"
+        log.info("model instance '%s' %s, %.1f s late", self.label, done, trio.current_time() - left_at)
 
     async def _until_over(self) -> None:
         while not self._over:

@@ -140,6 +140,9 @@ class ModelConfig:
             raise broken(
                 f"parameter `on_disconnect` must be 'cancel' or 'finish', got '{choice}'", r"\bon_disconnect\b"
             )
+        tasks = message.parameters["cancel_tasks"].string_value if "cancel_tasks" in message.parameters else "false"
+        if tasks not in {"true", "false"}:
+            raise broken(f"parameter `cancel_tasks` must be 'true' or 'false', got '{tasks}'", r"\bcancel_tasks\b")
         policy = message.version_policy
         if policy.HasField("latest") and policy.latest.num_versions < 1:
             raise broken("`version_policy` must keep at least 1 of the `latest`", r"\blatest\b")
@@ -188,6 +191,11 @@ class ModelConfig:
         """Our own parameter; None leaves it to the server."""
         choice = self.parameters.get("on_disconnect")
         return None if choice is None else "finish" if choice == "finish" else "cancel"
+
+    @property
+    def cancel_tasks(self) -> bool:
+        """Our own parameter: whether the coroutine of an `async def execute` is cancelled when its client leaves."""
+        return self.parameters.get("cancel_tasks") == "true"
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

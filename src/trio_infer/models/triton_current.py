@@ -1,0 +1,91 @@
+"""Which requests the running code works on, and what that code may know of each; free of trio, for worker processes
+too.
+
+Model code asks other models in the name of the requests that it is working on, and when those are cancelled, so is what
+it asked for. Nobody passes that along by hand: `Executor` notes the jobs in a context variable around `execute`. So
+they are known in the thread of `execute`, in the coroutine of an `async def execute`, in tasks that it makes, and in
+`asyncio.to_thread`. A thread of the model's own has no context: what it asks counts for all that its instance has in
+hand.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final, Protocol
+
+from trio_infer.errors import InferError
+from trio_infer.protocol.values import InferResponse
+
+__all__ = ["Job", "current_jobs", "is_trio_cancelled", "working_on"]
+
+
+class Job(Protocol):
+    """One request's work, as the code knows it that runs the model. All calls may come from any thread."""
+
+    @property
+    def promised(self) -> bool:
+        """Whether a sender was handed out, so that responses may come without `execute` returning them."""
+
+    @property
+    def error(self) -> InferError | None:
+        """What `finish` was told, if the client gets to know it."""
+
+    def start(self) -> bool:
+        """`execute` is about to be called. False: nobody wants it any more, don't."""
+
+    def detach(self) -> None:
+        """`execute` goes on as a coroutine: the instance may take the next request. `finish` still comes."""
+
+    def finish(self, *, expect_more: bool, error: InferError | None = None) -> None:
+        """`execute` isn't running any more.
+
+        Args:
+            expect_more: whether senders that were handed out are still good; not so after it raised.
+            error: what the client is told after the responses that were sent; too late after the final flag.
+        """
+
+    def promise(self) -> None:
+        """A sender is handed out."""
+
+    def put(self, response: InferResponse | InferError | None, *, final: bool) -> None:
+        """Pass a response on. Blocks while too many are on their way, and no longer than anybody wants them.
+
+        Raises:
+            ValueError: the model may not send this; says why.
+        """
+
+    def drop(self) -> None:
+        """The last reference that a sender could come from is gone."""
+
+    def when_left(self, callback: Callable[[], None]) -> None:
+        """Call back, in whatever thread, once, if the request is given up while `execute` is running; at once if it is.
+
+        The callback must be quick and must not raise.
+        """
+
+
+_jobs: Final[ContextVar[tuple[Job, ...]]] = ContextVar("trio_infer_jobs", default=())
+
+
+def current_jobs() -> tuple[Job, ...]:
+    """What the running thread or asyncio task works on, also if that is over by now; () if it isn't known."""
+    return _jobs.get()
+
+
+@contextmanager
+def working_on(jobs: Sequence[Job]) -> Iterator[None]:
+    """Within this, `current_jobs` gives `jobs`, and so it does in all that takes its context from here."""
+    token = _jobs.set(tuple(jobs))
+    try:
+        yield
+    finally:
+        _jobs.reset(token)
+
+
+def is_trio_cancelled(error: BaseException) -> bool:
+    """Whether it is `trio.Cancelled`, as `trio.from_thread.check_cancelled()` raises it; doesn't import trio."""
+    trio = sys.modules.get("trio")
+    return trio is not None and isinstance(error, trio.Cancelled)
