@@ -82,6 +82,7 @@ class Work:
         self._started = self._executing = False
         self._promised = decoupled
         self._put = 0
+        self._free = False  # the instance
         self._returned = False  # from `execute`, of a decoupled model
         self._left_callbacks: list[Callable[[], None]] = []
         self._final = self._said_final = self._dropped = self._left = self._over = False
@@ -255,7 +256,8 @@ class Work:
             self._over = True
             if self._on_over is not None:
                 self._on_over(self)
-        if free and self._instance.working:
+        if free and not self._free:
+            self._free = True
             self._instance.end()
 
     async def _watch(self, left_at: float) -> None:
@@ -263,7 +265,7 @@ class Work:
             await self._until_over()
         if self._over:
             return
-        taken = self._instance.working
+        taken = not self._free
         log.warning(
             "model instance '%s' goes on %.1f s after its request was given up; %s",
             self.label,
