@@ -11,6 +11,7 @@ import pytest
 
 from trio_infer import DisconnectPolicy, Keepalive, Limits
 from trio_infer.cli import main
+from trio_infer.option_ignored import REASONS, Ignored, IgnoredGRPC
 from trio_infer.options import Options
 
 Read = Callable[..., Options]
@@ -200,6 +201,27 @@ def test_the_file_can_be_named_by_a_variable(
     assert read().http_port == 1
 
 
+# -- Triton's own -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Ignored, IgnoredGRPC])
+def test_each_option_that_is_ignored_is_taken_in_both_spellings(read: Read, kind: type[attrs.AttrsInstance]) -> None:
+    for field in attrs.fields(kind):
+        flag = f"--{field.name.replace('_', '-')}"
+        value = "true" if "bool" in str(field.type) else "7"
+        one, other = read(f"{flag}={value}", "models"), read(flag, value, "models")
+        assert one == other
+        assert one.model_repository == (Path("models"),)
+        assert (one.ignored, one.grpc) != (Ignored(), IgnoredGRPC())
+
+
+def test_for_each_option_that_is_ignored_there_is_a_reason() -> None:
+    assert list(REASONS) == [field.name for field in attrs.fields(Ignored)]
+    assert Ignored(host_policy=("0,numa-node=0",)).reasons() == {
+        "--host-policy": "threads and memory are not bound to nodes"
+    }
+
+
 # -- Complaints ------------------------------------------------------------------------------------------------------
 
 
@@ -303,10 +325,11 @@ def test_help_groups_every_option_and_shows_defaults(
         "Shutdown",
         "Logging",
         "Configuration file",
+        "Other options of Triton: accepted, of no effect, and warned of",
     ]
-    for kind in (Options, Limits, DisconnectPolicy, Keepalive):
+    for kind in (Options, Limits, DisconnectPolicy, Keepalive, Ignored):
         for field in attrs.fields(kind):
-            if field.name not in {"limits", "disconnects", "keepalive"}:
+            if field.name not in {"limits", "disconnects", "keepalive", "grpc", "ignored"}:
                 assert f"--{field.name.replace('_', '-')}" in out
     text = " ".join(out.split())
     assert "--http-address TEXT Name or address to listen on. (Triton: 0.0.0.0" in text

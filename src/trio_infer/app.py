@@ -68,6 +68,8 @@ def run(options: Options) -> int:
         SetupError: what was asked for can't be done; its message is one line.
     """
     _set_up_logging(options)
+    for flag, reason in options.ignored.reasons().items():
+        logger.warning("%s has no effect: %s", flag, reason)
     try:
         return _run(options)
     except SetupError:
@@ -133,7 +135,12 @@ class _Course:
             await nursery.start(self._heed_signals)
             with self.scope:
                 try:
-                    await self.server.serve(self.options.http_address, self.options.http_port, task_status=self)
+                    await self.server.serve(
+                        self.options.http_address,
+                        self.options.http_port,
+                        reuse_port=self.options.reuse_http_port,
+                        task_status=self,
+                    )
                 except SetupError as error:
                     failure = error
                 except ListenError as error:

@@ -8,7 +8,7 @@ file does without postponed annotations: cyclopts reads those of `serve`, whose 
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:  # cyclopts takes a fifth of a second, rich (for help) another
     from rich.console import Console, ConsoleOptions
 
 __all__ = ["main"]
-
-SWITCHES: Final = frozenset({"--log-info", "--access-log"})
-"""Options that may stand alone; Triton gives its own a value, as a word of its own."""
 
 TRUTHS: Final = frozenset({"true", "false", "1", "0"})
 
@@ -63,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     from cyclopts import CycloptsError
 
-    from trio_infer.options import explain
+    from trio_infer.option_sources import SWITCHES, explain
 
     try:
-        command, bound, _ = _app().parse_args(_with_values(words), exit_on_error=False, print_error=False)
+        command, bound, _ = _app().parse_args(_with_values(words, SWITCHES), exit_on_error=False, print_error=False)
     except CycloptsError as error:
         raise explain(error) from error
     return command(*bound.args, **bound.kwargs) or 0
@@ -75,7 +72,8 @@ def _run(words: list[str]) -> int:
 def _app() -> "App":
     from cyclopts import App, Parameter
 
-    from trio_infer.options import MODELS, SOURCES, Options
+    from trio_infer.option_sources import SOURCES
+    from trio_infer.options import MODELS, Options
 
     app = App(
         name="trio-infer",
@@ -96,6 +94,8 @@ def _app() -> "App":
 
         Each option --some-name is also the environment variable TRIO_INFER_SOME_NAME, and some-name in the TOML file
         given by --config. A flag wins over the environment, the environment over the file.
+
+        Triton's options for gRPC are accepted, too; nothing listens there.
         """
         from trio_infer.app import run
 
@@ -104,11 +104,11 @@ def _app() -> "App":
     return app
 
 
-def _with_values(words: Iterable[str]) -> list[str]:
+def _with_values(words: Iterable[str], switches: Container[str]) -> list[str]:
     """`--log-info false` as `--log-info=false`, so that both spellings do for every option."""
     joined: list[str] = []
     for word in words:
-        if joined and joined[-1] in SWITCHES and word.lower() in TRUTHS:
+        if joined and joined[-1] in switches and word.lower() in TRUTHS:
             joined[-1] += f"={word}"
         else:
             joined.append(word)

@@ -2,50 +2,38 @@
 
 `Options` is plain: make one in Python, or let the command make it. An attribute `http_port` is the flag `--http-port`,
 the variable `TRIO_INFER_HTTP_PORT` and the key `http-port`; its documentation is the flag's help, its default the
-default. The values in `Limits`, `DisconnectPolicy` and `Keepalive` are options of the same rank, without a prefix. What
-is said in several places is taken from the first of: flag, variable, file, default.
+default. The values of the classes in it, such as `Limits`, are options of the same rank, without a prefix. How the
+three are read is in `option_sources.py`.
 
-The parsing is cyclopts'. Three things are added as *sources*, which cyclopts calls in turn with the arguments that have
-been found so far:
-
-- the positional arguments are moved to `--model-repository`, so that both spellings may be mixed;
-- the file is read after the environment, since the environment may name it;
-- values that a validator of an attrs class refuses are refused here, while it is still known where each came from.
-
-Each complaint is one line that names that place: `--http-port`, `TRIO_INFER_HTTP_PORT` or `server.toml: http-port`.
+Names and meanings are Triton's wherever Triton has such an option, so that its command lines work here. Those of its
+options that mean nothing to this server are accepted all the same (`option_ignored.py`).
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args, get_origin
+from typing import Annotated, Any, Final, Literal
 
 import attrs
-import cyclopts
 from attrs import validators
-from cyclopts import App, CycloptsError, Group, Parameter, Token
-from cyclopts.argument import Argument, ArgumentCollection
-from cyclopts.config import Dict, Env
+from cyclopts import Group, Parameter
 
-from trio_infer.errors import SetupError
 from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
+from trio_infer.option_ignored import Ignored, IgnoredGRPC
 
-__all__ = ["MODELS", "SOURCES", "Options", "explain"]
-
-PREFIX: Final = "TRIO_INFER_"
+__all__ = ["MODELS", "Options"]
 
 MODELS: Final = Group("Model repository", sort_key=1)
 _HTTP: Final = Group("HTTP", sort_key=2)
-_LIMITS: Final = Group("Limits", sort_key=3)
-_DISCONNECTS: Final = Group("Disconnects", sort_key=4)
-_KEEPALIVE: Final = Group("TCP keepalive", sort_key=5)
-_TLS: Final = Group("TLS", sort_key=6)
-_SHUTDOWN: Final = Group("Shutdown", sort_key=7)
-_LOGGING: Final = Group("Logging", sort_key=8)
-_FILE: Final = Group("Configuration file", sort_key=9)
+_LIMITS: Final = Group("Limits", sort_key=20)
+_DISCONNECTS: Final = Group("Disconnects", sort_key=21)
+_KEEPALIVE: Final = Group("TCP keepalive", sort_key=22)
+_TLS: Final = Group("TLS", sort_key=23)
+_SHUTDOWN: Final = Group("Shutdown", sort_key=24)
+_LOGGING: Final = Group("Logging", sort_key=25)
+_FILE: Final = Group("Configuration file", sort_key=26)
+_GRPC: Final = Group("Triton's gRPC options: accepted, and nothing is listening there", sort_key=98)
+_IGNORED: Final = Group("Other options of Triton: accepted, of no effect, and warned of", sort_key=99)
 
 
 def _port(instance: object, attribute: attrs.Attribute[Any], value: int) -> None:
@@ -67,6 +55,7 @@ class Options:
             times. With none, models to try the server with are served.
         http_address: name or address to listen on. (Triton: 0.0.0.0, that is, all the world; say so if you want that.)
         http_port: port to listen on; 0 picks a free one.
+        reuse_http_port: share the port with other processes that do so, too (SO_REUSEPORT).
         id: the server's name in its metadata. (Triton: triton.)
         bad_json_status: what a request with unreadable JSON is answered. (Triton: 500; choose 400 if your alarms count
             5xx.)
@@ -81,6 +70,8 @@ class Options:
         log_info: log what is not a warning, such as clients that leave.
         access_log: log each request; those that are cancelled are logged anyway.
         config: TOML file with these options, without the dashes in front.
+        grpc: Triton's, accepted quietly.
+        ignored: Triton's, accepted with a warning.
     """
 
     model_repository: Annotated[
@@ -95,6 +86,7 @@ class Options:
     ] = ()
     http_address: Annotated[str, Parameter(group=_HTTP)] = "127.0.0.1"
     http_port: Annotated[int, Parameter(group=_HTTP)] = attrs.field(default=8000, validator=_port)
+    reuse_http_port: Annotated[bool, Parameter(group=_HTTP)] = False
     id: Annotated[str, Parameter(group=_HTTP)] = "trio-infer"
     bad_json_status: Annotated[Literal[500, 400], Parameter(group=_HTTP)] = attrs.field(
         default=500, validator=validators.in_((500, 400))
@@ -111,128 +103,7 @@ class Options:
     log_info: Annotated[bool, Parameter(group=_LOGGING)] = True
     access_log: Annotated[bool, Parameter(group=_LOGGING)] = False
     config: Annotated[Path | None, Parameter(group=_FILE)] = None
-
-
-_VALIDATED: Final = {
-    field.name: field
-    for kind in (Options, Limits, DisconnectPolicy, Keepalive)
-    for field in attrs.fields(kind)
-    if field.validator is not None
-}
-
-
-# -- Sources --------------------------------------------------------------------------------------------------------
-
-
-def _move_positionals(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    repositories = _named("--model-repository", arguments)
-    for argument in arguments:
-        if repositories is not None and argument.is_var_positional() and argument.tokens:
-            repositories.tokens += argument.tokens
-            argument.tokens.clear()
-            for index, token in enumerate(repositories.tokens):
-                repositories.tokens[index] = token.evolve(keyword=repositories.name, index=index)
-
-
-def _read_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    argument = _named("--config", arguments)
-    if argument is None or not argument.tokens:
-        return
-    _check_tokens(argument)
-    path = Path(argument.tokens[-1].value)
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SetupError(f"{_place(argument.tokens[-1])}: can't read {path}: {error.strerror}") from error
-    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
-        raise SetupError(f"{path} is not TOML: {error}") from error
-    Dict(data, source=str(path), use_commands_as_keys=False)(app, commands, arguments)
-
-
-def _check_values(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    for argument in arguments:
-        field = _VALIDATED.get(argument.field_info.name)
-        _check_tokens(argument)
-        if field is None or field.validator is None or not argument.tokens:
-            continue
-        value = argument.convert()
-        try:
-            field.validator(None, field, value)
-        except ValueError as error:
-            reason = str(error).removeprefix(field.name)
-            raise SetupError(f"{_place(argument.tokens[-1])}{reason}") from error
-
-
-def _check_tokens(argument: Argument) -> None:
-    """Refuse what cyclopts is too obliging about: it rounds 1.5 to 2, and takes "" for the current directory."""
-    kind = argument.hint
-    for token in argument.tokens:
-        if kind is int and not re.fullmatch(r"[+-]?[0-9]+", token.value):
-            raise SetupError(f"{_place(token)} must be a whole number, got {token.value!r}")
-        if Path in (kind, *get_args(kind)) and not token.value:
-            raise SetupError(f"{_place(token)} must be a path, got nothing")
-        if token.index and get_origin(kind) is not tuple:
-            raise SetupError(f"{_place(token)} must be one value, got a list")
-
-
-def _named(name: str, arguments: ArgumentCollection) -> Argument | None:
-    return next((argument for argument in arguments if argument.name == name), None)
-
-
-SOURCES: Final = (_move_positionals, Env(PREFIX, command=False, show=False), _read_file, _check_values)
-"""What the command's cyclopts `App` takes as its `config`."""
-
-
-# -- Complaints -----------------------------------------------------------------------------------------------------
-
-
-def explain(error: CycloptsError) -> SetupError:
-    """What to tell the operator: one line that names the flag, variable or file, what was expected and what was got.
-
-    Args:
-        error: as cyclopts raised it.
-    """
-    token: Token | None = getattr(error, "token", None)
-    if token is None and error.argument is not None and error.argument.tokens:
-        token = error.argument.tokens[-1]
-    match error:
-        case cyclopts.UnknownOptionError():
-            return SetupError(_unknown(error))
-        case cyclopts.RepeatArgumentError():
-            return SetupError(f"{error.token.keyword} is given more than once")
-        case cyclopts.MissingArgumentError() if error.argument is not None:
-            return SetupError(f"{getattr(error, 'keyword', None) or error.argument.name} needs a value")
-        case cyclopts.CoercionError() if token is not None and error.target_type is not None:
-            expected = _expected(error.target_type)
-            return SetupError(f"{_place(token)} must be {expected}, got {token.value!r}")
-        case cyclopts.UnknownCommandError() if error.unused_tokens:
-            kind = "option" if error.unused_tokens[0].startswith("-") else "command"
-            return SetupError(f"unknown {kind} {error.unused_tokens[0]}; try: trio-infer serve, or: trio-infer --help")
-    words = " ".join(str(error).split()).removesuffix(".")
-    return SetupError(words if token is None else f"{_place(token)}: {words}")
-
-
-def _place(token: Token) -> str:
-    key = (token.keyword or token.value).strip("[]").replace("][", ".")
-    return key if token.source in {"cli", "env", ""} else f"{token.source}: {key}"
-
-
-def _expected(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return " or ".join(map(str, get_args(kind)))
-    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, f"a {_name(kind)}")
-
-
-def _name(kind: Any) -> str:
-    return str(getattr(kind, "__name__", kind)).lower()
-
-
-def _unknown(error: cyclopts.UnknownOptionError) -> str:
-    token = error.token
-    in_file = token.source != "cli"
-    what = _place(token).partition("=")[0]
-    names = {name.removeprefix("--") for argument in error.argument_collection for name in argument.names}
-    near = difflib.get_close_matches(what.rpartition(": ")[2].rpartition(".")[2].lstrip("-"), names, n=1)
-    dashes = "" if in_file else "--"
-    hint = f"; did you mean {dashes}{near[0]}?" if near else "" if in_file else "; see: trio-infer serve --help"
-    return f"{what} is not an option{hint}" if in_file else f"unknown option {what}{hint}"
+    grpc: Annotated[IgnoredGRPC, Parameter(name="*", group=_GRPC, show=False, negative=())] = attrs.field(
+        factory=IgnoredGRPC
+    )
+    ignored: Annotated[Ignored, Parameter(name="*", group=_IGNORED, negative=())] = attrs.field(factory=Ignored)
