@@ -21,8 +21,8 @@ outcome whatever else the request still does. A cancel that comes after the end 
 handed to the kernel.
 
 A request that a model makes of another model while it runs (BLS) is a life of its own, a *child*: it has an outcome, is
-cancelled with its parent, and knows it; watchers that count what clients ask leave children out. If a model makes it
-for several requests together, a stand-in for all of them is its parent.
+cancelled with its parent, and knows it; watchers that count what clients ask leave children out. A model may
+make it for several requests together, and may give it up alone: so there is a stand-in between it and them.
 
 The work of a request may outlast its life: a thread goes on after its client has left. `Life.timing` follows the work,
 and `work_over` tells the watchers of its end, before or after the life's own.
@@ -284,18 +284,19 @@ class Life:
 
 
 class StandIn(Life):
-    """The parent of a request that is made for several others: cancelled when the last of those that live on is.
+    """Between a request that a model makes and those that it makes it for: it is the parent of the first.
 
-    No watcher is told of it, only of its children.
+    It is cancelled when the last of those that live on is, or by itself. No watcher is told of it, only of its child.
 
     Args:
-        lives: those that it stands for; none for a request that is made of a model's own accord.
+        lives: those that it stands for; none for a request that a model makes of its own accord.
     """
 
     __slots__ = ("_lives",)
 
     def __init__(self, lives: Sequence[Life]) -> None:
-        super().__init__(label=" + ".join(life.label for life in lives))
+        only = lives[0] if len(lives) == 1 else None
+        super().__init__(label=" + ".join(life.label for life in lives), parent=only)
         self._lives = tuple(lives)
         for life in lives:
             self._watchers = life._watchers
@@ -306,6 +307,10 @@ class StandIn(Life):
         if all(life.cancelled or life.outcome is not None for life in self._lives):
             return super().cancel(reason)
         return False
+
+    def stop(self) -> None:
+        """Whoever made the request doesn't want it any more."""
+        super().cancel(CancelReason.REQUESTED)
 
     def leave(self) -> None:
         """It is needed no more."""

@@ -2,9 +2,8 @@
 
 A call crosses to the trio thread by `TrioToken.run_sync_soon`, in the order in which calls are made, and what takes
 time there runs in a system task: the model that asked may be gone before it is answered, and its thread is nobody's
-child. A request that a model makes is cancelled by its life: a child of the life of the request that the model is
-working on. If that is not one but several (a thread of the model's asks, which works for all of them), a stand-in life
-is its parent, which is cancelled when the last of them is.
+child. A request that a model makes is cancelled by its life, which is a child of those of the requests that the model
+is working on: if its thread belongs to none of them, of all.
 
 Arrays are passed, not copied. At most `LIMIT` responses of a stream wait for the model that asked; then the model that
 gives them waits.
@@ -22,7 +21,7 @@ from typing import Any, Final, Literal
 import trio
 
 from trio_infer.errors import ErrorCode, InferError
-from trio_infer.lifecycle import Life
+from trio_infer.lifecycle import StandIn
 from trio_infer.models.bridge import Replies
 from trio_infer.models.host import Host, MetricKind
 from trio_infer.models.inner import ask
@@ -65,7 +64,8 @@ class LocalBridge:
 
     def _begin(self, replies: _Replies, jobs: Iterable[Work], request: InferRequest) -> None:
         lives = [job.life for job in jobs or self._in_hand() if job.life is not None]
-        trio.lowlevel.spawn_system_task(replies.fill, self._host, lives, request, name=f"<ask {request.model_name}>")
+        replies.parent = StandIn(lives)
+        trio.lowlevel.spawn_system_task(replies.fill, self._host, request, name=f"<ask {request.model_name}>")
 
     def load_model(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         self._wait(lambda: self._host.load_model(name, config, files))
@@ -153,15 +153,16 @@ class _Replies:
         self._ended = False
         self._callback: Callable[[], None] | None = None
         self._room = trio.Event()
-        self._scope = trio.CancelScope()
+        self.parent: StandIn | None = None
 
     # ---- in the trio thread
 
-    async def fill(self, host: Host, lives: Sequence[Life], request: InferRequest) -> None:
-        """Ask, and end with whatever that gives. Doesn't raise, other than the end of the run."""
+    async def fill(self, host: Host, request: InferRequest) -> None:
+        """Ask, and end with whatever that gives. Raises nothing but `trio.Cancelled`, at the end of the run."""
+        assert self.parent is not None
         end: InferError | None = _gone()
         try:
-            end = await ask(host, lives, request, self._put, self._scope)
+            end = await ask(host, self.parent, request, self._put)
         finally:
             self.end(end)
 
@@ -173,6 +174,10 @@ class _Replies:
 
     def _make_room(self) -> None:
         self._room.set()
+
+    def _cancel(self) -> None:
+        if self.parent is not None:
+            self.parent.stop()
 
     # ---- in any thread
 
@@ -214,7 +219,7 @@ class _Replies:
     def cancel(self) -> None:
         if not self._ended:
             with suppress(trio.RunFinishedError):
-                self._token.run_sync_soon(self._scope.cancel)
+                self._token.run_sync_soon(self._cancel)
 
 
 def _gone() -> InferError:
