@@ -35,6 +35,7 @@ class Command:
     @classmethod
     def start(cls, *words: str) -> Command:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TRIO_INFER_")}
+        environment["TRIO_INFER_METRICS_PORT"] = "0"
         process = subprocess.Popen(
             [sys.executable, "-m", "trio_infer", "serve", "--http-port=0", *words],
             stdout=subprocess.PIPE,

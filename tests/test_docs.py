@@ -92,6 +92,7 @@ class Stage:
         self.environment = os.environ | {
             "PATH": f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}",
             "TRIO_INFER_HTTP_PORT": self.port,
+            "TRIO_INFER_METRICS_PORT": "0",
             "PYTHONUNBUFFERED": "1",
         }
 

@@ -228,6 +228,9 @@ _ENDPOINTS = {
     "/v2/models/M/config": "the whole configuration, with what was left out filled in",
     "/v2/models/M/infer": "tensors in, tensors out; exactly one response",
     "/v2/models/M/generate": "plain JSON keys in and out; exactly one response",
+    "/v2/models/M/stats": "what has been counted of the model: requests, failures, and how long each part took",
+    "/v2/models/stats": "the same of all models",
+    "/metrics": "metrics for Prometheus",
     "/v2/models/M/cancel": "stops the requests of that model with a given id, and says how many those were",
     "/v2/models/M/generate_stream": "the same, each response a server-sent event; any number of them",
 }

@@ -10,6 +10,7 @@ from trio_infer.lifecycle import CancelReason, Life, LifeWatcher, Outcome, Phase
 from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
 from trio_infer.models.native import Model
 from trio_infer.models.repository import find_models
+from trio_infer.observe.metrics_policy import MetricsPolicy
 from trio_infer.observe.statistics import RequestStatistics
 from trio_infer.protocol.datatypes import Datatype
 from trio_infer.protocol.values import InferRequest, InferResponse, TensorSpec
@@ -33,6 +34,7 @@ __all__ = [
     "LifeWatcher",
     "Limits",
     "ListenError",
+    "MetricsPolicy",
     "Model",
     "ModelLoadError",
     "Outcome",

@@ -27,11 +27,13 @@ import trio
 
 from trio_infer._version import __version__
 from trio_infer.api.fronts import Front
+from trio_infer.api.statistics import metrics_port
 from trio_infer.errors import SetupError
 from trio_infer.models.native import Model
 from trio_infer.models.packaged import packaged_models
 from trio_infer.models.repository import find_models
 from trio_infer.models.runner import Runner
+from trio_infer.observe.metrics_policy import MetricsPolicy
 from trio_infer.options import Options
 from trio_infer.server import Address, Server
 from trio_infer.wire.listeners import ListenError, cannot_listen
@@ -92,6 +94,7 @@ def _run(options: Options) -> int:
         access_log=options.access_log,
         bad_json_status=options.bad_json_status,
         fronts=_fronts(options),
+        metrics=_metrics(options),
     )
     names = dict.fromkeys(name for name, _ in server.statistics().models)
     if not names:
@@ -105,6 +108,9 @@ def _run(options: Options) -> int:
     def announce(addresses: Sequence[Address]) -> None:
         main = [address for address in addresses if address.kind == "http"]
         where = " and ".join(address.url for address in main or addresses)
+        for address in addresses:
+            if address not in main:
+                logger.info("%s on %s", address.kind, address.url)
         lines = [f"trio-infer {__version__} is ready on {where} (models: {', '.join(names) or 'none'})"]
         if packaged and main:
             lines += _hints(main[0])
@@ -204,7 +210,18 @@ def _set_up_logging(options: Options) -> None:
 
 def _fronts(options: Options) -> list[Front]:
     """The ports besides the main one, as the options have them."""
-    return []
+    fronts = []
+    if options.allow_metrics:
+        host = options.http_address if options.metrics_address is None else options.metrics_address
+        fronts.append(Front("metrics", metrics_port, host=host, port=options.metrics_port))
+    return fronts
+
+
+def _metrics(options: Options) -> MetricsPolicy | None:
+    policy = MetricsPolicy.read(
+        options.metrics_config, cpu=options.allow_cpu_metrics, interval_ms=options.metrics_interval_ms
+    )
+    return policy if options.allow_metrics else None
 
 
 def _ssl_context(options: Options) -> ssl.SSLContext | None:

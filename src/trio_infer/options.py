@@ -30,8 +30,9 @@ _DISCONNECTS: Final = Group("Disconnects", sort_key=21)
 _KEEPALIVE: Final = Group("TCP keepalive", sort_key=22)
 _TLS: Final = Group("TLS", sort_key=23)
 _SHUTDOWN: Final = Group("Shutdown", sort_key=24)
-_LOGGING: Final = Group("Logging", sort_key=25)
-_FILE: Final = Group("Configuration file", sort_key=26)
+_METRICS: Final = Group("Metrics", sort_key=25)
+_LOGGING: Final = Group("Logging", sort_key=26)
+_FILE: Final = Group("Configuration file", sort_key=27)
 _GRPC: Final = Group("Triton's gRPC options: accepted, and nothing is listening there", sort_key=98)
 _IGNORED: Final = Group("Other options of Triton: accepted, of no effect, and warned of", sort_key=99)
 
@@ -66,6 +67,14 @@ class Options:
         ssl_keyfile: its private key (PEM), if not in the same file.
         exit_timeout_secs: seconds that requests in hand have to finish after SIGTERM or Ctrl-C; a second signal stops
             them at once. (Triton: 30.)
+        allow_metrics: serve metrics for Prometheus: at /metrics of the main port, and on a port of their own.
+        metrics_port: that port; 0 picks a free one.
+        metrics_address: name or address to listen on for metrics. [default: as --http-address]
+        metrics_config: SETTING=VALUE, may be given several times: counter_latencies (true), summary_latencies,
+            histogram_latencies (false), summary_quantiles (0.5:0.05,0.9:0.01,...).
+        metrics_interval_ms: milliseconds for which a look at the machine's CPU and memory holds. (Triton: 2000.)
+        allow_cpu_metrics: metrics on the machine's CPU and memory.
+        allow_gpu_metrics: accepted and ignored: there are none on GPUs.
         log_verbose: 1 logs more, and tracebacks of models that can't be loaded; 2 also logs what libraries have to say.
         log_info: log what is not a warning, such as clients that leave.
         access_log: log each request; those that are cancelled are logged anyway.
@@ -99,6 +108,15 @@ class Options:
     ssl_certfile: Annotated[Path | None, Parameter(group=_TLS)] = None
     ssl_keyfile: Annotated[Path | None, Parameter(group=_TLS)] = None
     exit_timeout_secs: Annotated[float, Parameter(group=_SHUTDOWN)] = attrs.field(default=30.0, validator=_not_negative)
+    allow_metrics: Annotated[bool, Parameter(group=_METRICS)] = True
+    metrics_port: Annotated[int, Parameter(group=_METRICS)] = attrs.field(default=8002, validator=_port)
+    metrics_address: Annotated[str | None, Parameter(group=_METRICS)] = None
+    metrics_config: Annotated[tuple[str, ...], Parameter(group=_METRICS, negative=(), show_default=False)] = ()
+    metrics_interval_ms: Annotated[float, Parameter(group=_METRICS)] = attrs.field(
+        default=2000.0, validator=_not_negative
+    )
+    allow_cpu_metrics: Annotated[bool, Parameter(group=_METRICS)] = True
+    allow_gpu_metrics: Annotated[bool, Parameter(group=_METRICS)] = True
     log_verbose: Annotated[int, Parameter(group=_LOGGING)] = attrs.field(default=0, validator=_not_negative)
     log_info: Annotated[bool, Parameter(group=_LOGGING)] = True
     access_log: Annotated[bool, Parameter(group=_LOGGING)] = False

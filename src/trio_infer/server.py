@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import ssl
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import trio
@@ -29,12 +30,17 @@ from trio_infer.models.host import NoHost
 from trio_infer.models.native import Model, NativeRunner
 from trio_infer.models.runner import Runner
 from trio_infer.observe.access_log import AccessLog
-from trio_infer.observe.statistics import RequestCounters, RequestStatistics
+from trio_infer.observe.metrics_policy import MetricsPolicy
+from trio_infer.observe.observatory import Observatory
+from trio_infer.observe.statistics import RequestStatistics
 from trio_infer.scheduling.catalog import Catalog, ServedModel
 from trio_infer.scheduling.ticket import QueueStatistics
 from trio_infer.wire.listeners import ListenError, accept_forever, open_listeners, set_keepalive
 from trio_infer.wire.serve import Application, Conversation, WireSettings, sole
 from trio_infer.wire.transport import HAS_EPOLL
+
+if TYPE_CHECKING:
+    from trio_infer.observe.metrics import Collector
 
 __all__ = ["Address", "Front", "ListenError", "Server", "ServerStatistics"]
 
@@ -133,6 +139,7 @@ class Server:
         watchers: told of each move of each request's life, for metrics or traces of your own.
         bad_json_status: what unreadable JSON is answered with: 500 as Triton does, or 400.
         fronts: further ports, which speak other dialects to the same models.
+        metrics: what `/metrics` has; None, the default, for no metrics.
 
     Raises:
         ModelLoadError: two models have one name and version, or one can't be a model.
@@ -153,38 +160,51 @@ class Server:
         watchers: Sequence[LifeWatcher] = (),
         bad_json_status: int = 500,
         fronts: Iterable[Front] = (),
+        metrics: MetricsPolicy | None = None,
     ) -> None:
         limits = limits or Limits()
         disconnect = disconnect or DisconnectPolicy()
         if disconnect.pipelined == "watch" and not HAS_EPOLL:
             raise SetupError('pipelined="watch" needs Linux (epoll); use "disarm"')
         self._catalog = Catalog(_runner(model) for model in models)
-        self._counters = RequestCounters()
+        self._conversations: set[Conversation] = set()
+        self._observatory = Observatory(
+            metrics, abandoned=self._abandoned, connections=lambda: len(self._conversations)
+        )
         self._settings = WireSettings(
             limits=limits,
             policy=disconnect,
-            watchers=(self._counters, AccessLog(everything=access_log), *watchers),
+            watchers=(*self._observatory.watchers, AccessLog(everything=access_log), *watchers),
             bad_json_status=bad_json_status,
         )
         self._keepalive = keepalive or Keepalive()
         self._ssl_context = ssl_context
         self._exit_timeout = exit_timeout
         self._fronts = tuple(fronts)
-        self._conversations: set[Conversation] = set()
         self._nobody = trio.lowlevel.ParkingLot()
         self._begun = False
         self._drain = trio.Event()
         self._application = V2(
-            catalog=self._catalog, limits=limits, name=name, draining=self._drain.is_set, lives=self._lives
+            catalog=self._catalog,
+            limits=limits,
+            name=name,
+            draining=self._drain.is_set,
+            lives=self._lives,
+            observatory=self._observatory,
         )
 
     def statistics(self) -> ServerStatistics:
         """How the server stands, now."""
         return ServerStatistics(
-            self._counters.statistics(),
+            self._observatory.requests.statistics(),
             len(self._conversations),
             {(model.signature.name, model.signature.version): model.statistics() for model in self._catalog},
         )
+
+    @property
+    def collector(self) -> Collector | None:
+        """Gives all metrics, to be registered in a `prometheus_client` registry of yours; None without metrics."""
+        return self._observatory.collector
 
     def drain(self) -> None:
         """Go down in order: `serve` returns when the last request has been answered, or `exit_timeout` is over."""
@@ -244,7 +264,7 @@ class Server:
             for front in fronts:
                 doors.append(await self._open(front))  # noqa: PERF401 - of those that are open some must be closed
             for model in self._catalog:
-                await model.load(NoHost())
+                await self._load(model)
             async with trio.open_nursery() as connections:
                 async with trio.open_nursery() as accepting:
                     for door in doors:
@@ -325,6 +345,21 @@ class Server:
             await self._nobody.park()
 
     # -- Models -----------------------------------------------------------------------------------------------------
+
+    async def _load(self, model: ServedModel) -> None:
+        began = time.perf_counter()
+        await model.load(NoHost())
+        signature = model.signature
+        self._observatory.models.add(
+            signature.name,
+            signature.version,
+            decoupled=signature.decoupled,
+            load_seconds=time.perf_counter() - began,
+        )
+
+    def _abandoned(self) -> Iterator[tuple[str, int]]:
+        """Of each model, how many instances work on for nobody."""
+        return ((model.signature.name, model.statistics().abandoned) for model in self._catalog)
 
     async def _unload(self) -> None:
         async with trio.open_nursery() as nursery:

@@ -35,11 +35,14 @@ _FIXED: Final = {
     "/v2": Route("server", _READ),
     "/v2/health/live": Route("live", _READ),
     "/v2/health/ready": Route("ready", _READ),
+    "/v2/models/stats": Route("statistics", _READ),
+    "/metrics": Route("metrics", _READ),
+    "/metrics/": Route("metrics", _READ),
 }
 
 _MODEL: Final = re.compile(
     r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?"
-    r"(?:/(?P<action>ready|config|infer|generate|generate_stream|cancel))?"
+    r"(?:/(?P<action>ready|config|infer|generate|generate_stream|cancel|stats))?"
 )
 _ACTIONS: Final = {
     None: ("metadata", _READ),
@@ -49,6 +52,7 @@ _ACTIONS: Final = {
     "generate": ("generate", _RUN),
     "generate_stream": ("generate_stream", _RUN),
     "cancel": ("cancel", _RUN),
+    "stats": ("statistics", _READ),
 }
 
 _ABSOLUTE: Final = re.compile(r"https?://[^/?]*", re.IGNORECASE)

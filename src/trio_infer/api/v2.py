@@ -16,9 +16,11 @@ from trio_infer.api.cancel import cancel
 from trio_infer.api.generate import answer_generate, answer_generate_stream
 from trio_infer.api.infer import answer_infer
 from trio_infer.api.routes import Route, find_route
+from trio_infer.api.statistics import metrics, statistics
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.lifecycle import Life
 from trio_infer.limits import Limits
+from trio_infer.observe.observatory import Observatory
 from trio_infer.protocol.jsontext import dumps, error_json
 from trio_infer.protocol.metadata import model_metadata, server_metadata
 from trio_infer.scheduling.catalog import Catalog, ServedModel
@@ -26,7 +28,7 @@ from trio_infer.wire.serve import JSON, Exchange
 
 __all__ = ["EXTENSIONS", "V2"]
 
-EXTENSIONS: Final = ("model_configuration", "binary_tensor_data", "parameters")
+EXTENSIONS: Final = ("model_configuration", "binary_tensor_data", "parameters", "statistics")
 """The protocol's extensions that are served."""
 
 
@@ -40,6 +42,7 @@ class V2:
         name: of the server, in its metadata.
         draining: whether the server is on its way down.
         lives: of the requests in flight.
+        observatory: what has been seen of the requests.
     """
 
     catalog: Catalog
@@ -47,6 +50,7 @@ class V2:
     name: str = "trio-infer"
     draining: Callable[[], bool] = lambda: False
     lives: Callable[[], Iterable[Life]] = tuple
+    observatory: Observatory = attrs.field(factory=Observatory)
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request, or raise the error that is to be answered."""
@@ -123,6 +127,8 @@ _ANSWERS: Final[dict[str, Callable[[V2, Exchange, Route], Awaitable[None]]]] = {
     "generate": V2.generate,
     "generate_stream": V2.generate_stream,
     "cancel": cancel,
+    "statistics": statistics,
+    "metrics": metrics,
 }
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator
 from typing import Final, Literal
 
 import trio
 
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
-from trio_infer.lifecycle import Life, Phase
+from trio_infer.lifecycle import Life, Phase, Timing
 from trio_infer.models.host import Host
 from trio_infer.models.runner import Runner
+from trio_infer.observe.model_statistics import MOST_RESPONSES
 from trio_infer.protocol.model_config import ModelConfig
-from trio_infer.protocol.values import InferRequest, Send, Signature
+from trio_infer.protocol.values import InferRequest, InferResponse, Send, Signature
 from trio_infer.scheduling.ticket import InstanceQueue, QueueStatistics
 
 __all__ = ["Catalog", "ServedModel"]
@@ -78,6 +80,8 @@ class ServedModel:
         """
         if not self.ready:
             raise InferError(f"Request for model '{self.signature.name}' which is not ready", ErrorCode.UNAVAILABLE)
+        if self.signature.max_batch_size > 0 and request.inputs:
+            life.rows = next(iter(request.inputs.values())).shape[0]
         ticket = self._queue.draw(life)
         try:
             if ticket.instance is None:
@@ -88,6 +92,8 @@ class ServedModel:
             if instance is None:
                 raise InferError("Request timeout expired", ErrorCode.UNAVAILABLE)
             life.advance(Phase.RUNNING)
+            if self.signature.decoupled:
+                send = _noting(instance.timing, send)
             await self._runner.run(instance, request, send)
         finally:
             self._queue.give_up(ticket)
@@ -108,6 +114,17 @@ class ServedModel:
     def statistics(self) -> QueueStatistics:
         """How the queue stands, now."""
         return self._queue.statistics()
+
+
+def _noting(timing: Timing, send: Send) -> Send:
+    """A `send` that notes when it was given what."""
+
+    async def noting(response: InferResponse) -> None:
+        if len(timing.responses) < MOST_RESPONSES:
+            timing.responses.append(time.perf_counter_ns())
+        await send(response)
+
+    return noting
 
 
 def _seconds(timeout: int) -> float:
