@@ -323,6 +323,7 @@ def test_help_groups_every_option_and_shows_defaults(
         "TCP keepalive",
         "TLS",
         "Shutdown",
+        "Metrics",
         "Logging",
         "Configuration file",
         "Other options of Triton: accepted, of no effect, and warned of",
