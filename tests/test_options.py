@@ -12,7 +12,7 @@ import pytest
 from trio_infer import DisconnectPolicy, Keepalive, Limits
 from trio_infer.cli import main
 from trio_infer.option_ignored import REASONS, Ignored, IgnoredGRPC
-from trio_infer.options import Options
+from trio_infer.options import CloudFronts, Options
 
 Read = Callable[..., Options]
 Complain = Callable[..., str]
@@ -318,6 +318,7 @@ def test_help_groups_every_option_and_shows_defaults(
     assert groups == [
         "Model repository",
         "HTTP",
+        "Fronts for cloud platforms",
         "Limits",
         "Disconnects",
         "TCP keepalive",
@@ -328,9 +329,9 @@ def test_help_groups_every_option_and_shows_defaults(
         "Configuration file",
         "Other options of Triton: accepted, of no effect, and warned of",
     ]
-    for kind in (Options, Limits, DisconnectPolicy, Keepalive, Ignored):
+    for kind in (Options, CloudFronts, Limits, DisconnectPolicy, Keepalive, Ignored):
         for field in attrs.fields(kind):
-            if field.name not in {"limits", "disconnects", "keepalive", "grpc", "ignored"}:
+            if field.name not in {"limits", "disconnects", "keepalive", "cloud", "grpc", "ignored"}:
                 assert f"--{field.name.replace('_', '-')}" in out
     text = " ".join(out.split())
     assert "--http-address TEXT Name or address to listen on. (Triton: 0.0.0.0" in text

@@ -5,6 +5,8 @@
 
 from trio_infer._version import __version__
 from trio_infer.api.fronts import Front
+from trio_infer.api.sagemaker import SageMaker
+from trio_infer.api.vertex_ai import VertexAI
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError, SetupError
 from trio_infer.lifecycle import CancelReason, Life, LifeWatcher, Outcome, Phase
 from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
@@ -41,10 +43,12 @@ __all__ = [
     "Phase",
     "QueueStatistics",
     "RequestStatistics",
+    "SageMaker",
     "Server",
     "ServerStatistics",
     "SetupError",
     "TensorSpec",
+    "VertexAI",
     "__version__",
     "cancel_on_disconnect",
     "find_models",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import ssl
 import sys
@@ -26,8 +27,7 @@ import attrs
 import trio
 
 from trio_infer._version import __version__
-from trio_infer.api.fronts import Front
-from trio_infer.api.statistics import metrics_port
+from trio_infer.app_fronts import cloud_repository, further_ports, main_port_is_open
 from trio_infer.errors import SetupError
 from trio_infer.models.native import Model
 from trio_infer.models.packaged import packaged_models
@@ -80,6 +80,7 @@ def run(options: Options) -> int:
 
 
 def _run(options: Options) -> int:
+    options = cloud_repository(options, os.environ)
     ssl_context = _ssl_context(options)
     packaged = not options.model_repository
     models: Sequence[Model | Runner] = packaged_models() if packaged else find_models(options.model_repository)
@@ -93,7 +94,7 @@ def _run(options: Options) -> int:
         exit_timeout=options.exit_timeout_secs,
         access_log=options.access_log,
         bad_json_status=options.bad_json_status,
-        fronts=_fronts(options),
+        fronts=further_ports(options, os.environ),
         metrics=_metrics(options),
     )
     names = dict.fromkeys(name for name, _ in server.statistics().models)
@@ -145,6 +146,7 @@ class _Course:
                         self.options.http_address,
                         self.options.http_port,
                         reuse_port=self.options.reuse_http_port,
+                        listeners=None if main_port_is_open(self.options, os.environ) else (),
                         task_status=self,
                     )
                 except SetupError as error:
@@ -206,15 +208,6 @@ def _set_up_logging(options: Options) -> None:
         datefmt="%H:%M:%S",
     )
     logger.setLevel(logging.DEBUG if options.log_verbose else level)
-
-
-def _fronts(options: Options) -> list[Front]:
-    """The ports besides the main one, as the options have them."""
-    fronts = []
-    if options.allow_metrics:
-        host = options.http_address if options.metrics_address is None else options.metrics_address
-        fronts.append(Front("metrics", metrics_port, host=host, port=options.metrics_port))
-    return fronts
 
 
 def _metrics(options: Options) -> MetricsPolicy | None:

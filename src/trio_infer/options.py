@@ -21,10 +21,11 @@ from cyclopts import Group, Parameter
 from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
 from trio_infer.option_ignored import Ignored, IgnoredGRPC
 
-__all__ = ["MODELS", "Options"]
+__all__ = ["MODELS", "CloudFronts", "Options"]
 
 MODELS: Final = Group("Model repository", sort_key=1)
 _HTTP: Final = Group("HTTP", sort_key=2)
+_CLOUD: Final = Group("Fronts for cloud platforms", sort_key=10)
 _LIMITS: Final = Group("Limits", sort_key=20)
 _DISCONNECTS: Final = Group("Disconnects", sort_key=21)
 _KEEPALIVE: Final = Group("TCP keepalive", sort_key=22)
@@ -42,9 +43,45 @@ def _port(instance: object, attribute: attrs.Attribute[Any], value: int) -> None
         raise ValueError(f"{attribute.name} must be from 0 to 65535, got {value}")
 
 
+def _port_range(instance: object, attribute: attrs.Attribute[Any], value: str) -> None:
+    first, dash, last = value.partition("-")
+    if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last) <= 65535):
+        raise ValueError(f"{attribute.name} must be FIRST-LAST, two ports, got {value!r}")
+
+
 def _not_negative(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
     if not value >= 0:
         raise ValueError(f"{attribute.name} must be 0 or more, got {value}")
+
+
+@attrs.frozen(kw_only=True)
+class CloudFronts:
+    """The ports that cloud platforms call.
+
+    Attributes:
+        allow_sagemaker: serve Amazon SageMaker's routes, /ping and /invocations, on a port of their own.
+        sagemaker_port: port for them.
+        sagemaker_address: name or address to listen on for them; without it, that of `--http-address`.
+        sagemaker_safe_port_range: FIRST-LAST: ports that the other fronts must be within (SageMaker gives a container
+            such a range).
+        allow_vertex_ai: serve Google Vertex AI's routes on a port of their own; without it, they are served if the
+            environment says AIP_MODE=PREDICTION, and the main port is then closed unless `--allow-http` is given.
+        vertex_ai_port: port for them; without it, AIP_HTTP_PORT from the environment, else 8080.
+        vertex_ai_address: name or address to listen on for them; without it, that of `--http-address`.
+        vertex_ai_default_model: the model that predictions are asked of; not needed if there is only one.
+    """
+
+    allow_sagemaker: bool = False
+    sagemaker_port: int = attrs.field(default=8080, validator=_port)
+    sagemaker_address: str | None = None
+    sagemaker_safe_port_range: str | None = attrs.field(
+        default=None,
+        validator=validators.optional(_port_range),
+    )
+    allow_vertex_ai: bool | None = None
+    vertex_ai_port: int | None = attrs.field(default=None, validator=validators.optional(_port))
+    vertex_ai_address: str | None = None
+    vertex_ai_default_model: str | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -54,12 +91,14 @@ class Options:
     Attributes:
         model_repository: directory of models: MODEL/config.pbtxt and MODEL/VERSION/model.py in it; may be given several
             times. With none, models to try the server with are served.
+        allow_http: serve the protocol itself on the main port; on unless AIP_MODE=PREDICTION.
         http_address: name or address to listen on. (Triton: 0.0.0.0, that is, all the world; say so if you want that.)
         http_port: port to listen on; 0 picks a free one.
         reuse_http_port: share the port with other processes that do so, too (SO_REUSEPORT).
         id: the server's name in its metadata. (Triton: triton.)
         bad_json_status: what a request with unreadable JSON is answered. (Triton: 500; choose 400 if your alarms count
             5xx.)
+        cloud: the ports that cloud platforms call.
         limits: bounds on what clients may take.
         disconnects: what counts as a client that left, and what happens then.
         keepalive: how TCP notices peers that vanished.
@@ -93,6 +132,7 @@ class Options:
             metavar="DIRECTORY",
         ),
     ] = ()
+    allow_http: Annotated[bool | None, Parameter(group=_HTTP)] = None
     http_address: Annotated[str, Parameter(group=_HTTP)] = "127.0.0.1"
     http_port: Annotated[int, Parameter(group=_HTTP)] = attrs.field(default=8000, validator=_port)
     reuse_http_port: Annotated[bool, Parameter(group=_HTTP)] = False
@@ -100,6 +140,7 @@ class Options:
     bad_json_status: Annotated[Literal[500, 400], Parameter(group=_HTTP)] = attrs.field(
         default=500, validator=validators.in_((500, 400))
     )
+    cloud: Annotated[CloudFronts, Parameter(name="*", group=_CLOUD)] = attrs.field(factory=CloudFronts)
     limits: Annotated[Limits, Parameter(name="*", group=_LIMITS)] = attrs.field(factory=Limits)
     disconnects: Annotated[DisconnectPolicy, Parameter(name="*", group=_DISCONNECTS)] = attrs.field(
         factory=DisconnectPolicy

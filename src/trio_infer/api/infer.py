@@ -27,10 +27,13 @@ class Framing(Protocol):
 
     Attributes:
         name: of what says it, for messages.
+        takes_nothing: whether an empty body is a tensor without elements, as in Triton's own dialect, or a mistake.
     """
 
     @property
     def name(self) -> str: ...
+    @property
+    def takes_nothing(self) -> bool: ...
 
     def announced(self, exchange: Exchange) -> str | None:
         """What the request says, as it stands there; None if it says nothing, and all is JSON."""
@@ -43,6 +46,7 @@ class _ByHeader:
     """Triton's own way: a header beside the content type."""
 
     name = "Inference-Header-Content-Length"
+    takes_nothing = True
 
     def announced(self, exchange: Exchange) -> str | None:
         return exchange.header(b"inference-header-content-length")
@@ -80,6 +84,8 @@ async def answer_infer(
         )
     announced = framing.announced(exchange)
     body = await read_body(exchange, limits, binary=announced not in (None, "0"))
+    if not body and not framing.takes_nothing:
+        raise InferError("the request has no body: expected an inference request as JSON")
     with exchange.guard(model.on_disconnect):
         header_length = parse_header_length(announced, len(body), framing.name)
         request, plan = await off_the_loop(
