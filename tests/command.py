@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO
 
@@ -33,15 +34,15 @@ class Command:
     connections: list[http.client.HTTPConnection] = attrs.field(factory=list)
 
     @classmethod
-    def start(cls, *words: str) -> Command:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TRIO_INFER_")}
-        environment["TRIO_INFER_METRICS_PORT"] = "0"
+    def start(cls, *words: str, environment: Mapping[str, str] | None = None) -> Command:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TRIO_INFER_", "AIP_"))}
+        ports = {"TRIO_INFER_HTTP_PORT": "0", "TRIO_INFER_METRICS_PORT": "0"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "trio_infer", "serve", "--http-port=0", *words],
+            [sys.executable, "-m", "trio_infer", "serve", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=inherited | ports | dict(environment or {}),
         )
         command = cls(process)
         for stream, lines in ((process.stdout, command.out), (process.stderr, command.err)):

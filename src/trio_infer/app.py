@@ -108,9 +108,10 @@ def _run(options: Options) -> int:
 
     def announce(addresses: Sequence[Address]) -> None:
         main = [address for address in addresses if address.kind == "http"]
-        where = " and ".join(address.url for address in main or addresses)
+        served = main or [address for address in addresses if address.kind != "metrics"]
+        where = " and ".join(address.url for address in served)
         for address in addresses:
-            if address not in main:
+            if address not in served:
                 logger.info("%s on %s", address.kind, address.url)
         lines = [f"trio-infer {__version__} is ready on {where} (models: {', '.join(names) or 'none'})"]
         if packaged and main:

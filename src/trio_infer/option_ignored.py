@@ -72,8 +72,8 @@ class Ignored:
         http_thread_count: one event loop serves all connections.
         sagemaker_thread_count: one event loop serves all connections.
         vertex_ai_thread_count: one event loop serves all connections.
-        backend_directory: the backends are part of the server.
-        backend_config: they have no settings of that kind.
+        backend_directory: backends are part of the server.
+        backend_config: backends have no settings here.
         repoagent_directory: there are no repository agents.
         cache_directory: there is no response cache.
         cache_config: there is no response cache.

@@ -49,6 +49,9 @@ logger: logging.Logger = logging.getLogger("trio_infer")
 LAST_WORDS: Final = 1.5
 """Seconds for clients to take the answers to requests that were stopped; a little more than each of them has."""
 
+IN_FLIGHT: Final = "Timeout %g: Found %d model versions that have in-flight inferences"
+"""Triton's words, for those who look for them in logs; first the seconds that are left."""
+
 SETTLING: Final = 0.25
 """Seconds for stopped work to end before its model counts as still running."""
 
@@ -327,18 +330,20 @@ class Server:
             conversation.drain()
         if any(conversation.busy for conversation in self._conversations):
             logger.info("Waiting for in-flight requests to complete.")
+            logger.info(IN_FLIGHT, self._exit_timeout, self._busy_models())
         with trio.move_on_after(self._exit_timeout):
             await self._all_gone()
         if self._conversations:
-            logger.warning(
-                "Timeout %g: stopping %d connections that have requests in flight",
-                self._exit_timeout,
-                len(self._conversations),
-            )
+            connections = len(self._conversations)
+            logger.warning(f"{IN_FLIGHT}; stopping %d connections", 0, self._busy_models(), connections)
         for conversation in list(self._conversations):
             conversation.abort(CancelReason.SHUTDOWN)
         with trio.move_on_after(LAST_WORDS):
             await self._all_gone()
+
+    def _busy_models(self) -> int:
+        queues = [model.statistics() for model in self._catalog]
+        return sum(queue.running + queue.waiting > 0 for queue in queues)
 
     async def _all_gone(self) -> None:
         while self._conversations:
