@@ -1,24 +1,32 @@
 """An inference server on trio and h11: when the client leaves, the work stops.
 
 `Server` serves models inside any trio program; `cancel_on_disconnect` is the mechanism alone, for any trio stream.
+
+Names are imported when they are first used. A worker process of a Python model imports little of this package, and must
+start as fast as the model itself allows.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from trio_infer._version import __version__
-from trio_infer.api.fronts import Front
-from trio_infer.api.sagemaker import SageMaker
-from trio_infer.api.vertex_ai import VertexAI
-from trio_infer.errors import ErrorCode, InferError, ModelLoadError, SetupError
-from trio_infer.lifecycle import CancelReason, Life, LifeWatcher, Outcome, Phase
-from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
-from trio_infer.models.native import Model
-from trio_infer.models.repository import find_models
-from trio_infer.observe.metrics_policy import MetricsPolicy
-from trio_infer.observe.statistics import RequestStatistics
-from trio_infer.protocol.datatypes import Datatype
-from trio_infer.protocol.values import InferRequest, InferResponse, TensorSpec
-from trio_infer.scheduling.ticket import QueueStatistics
-from trio_infer.server import Address, ListenError, Server, ServerStatistics
-from trio_infer.wire.primitive import DisconnectWatch, cancel_on_disconnect
+
+if TYPE_CHECKING:
+    from trio_infer.api.fronts import Front
+    from trio_infer.api.sagemaker import SageMaker
+    from trio_infer.api.vertex_ai import VertexAI
+    from trio_infer.errors import ErrorCode, InferError, ModelLoadError, SetupError
+    from trio_infer.lifecycle import CancelReason, Life, LifeWatcher, Outcome, Phase
+    from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
+    from trio_infer.models.native import Model
+    from trio_infer.models.repository import find_models
+    from trio_infer.observe.metrics_policy import MetricsPolicy
+    from trio_infer.observe.statistics import RequestStatistics
+    from trio_infer.protocol.datatypes import Datatype
+    from trio_infer.protocol.values import InferRequest, InferResponse, TensorSpec
+    from trio_infer.scheduling.ticket import QueueStatistics
+    from trio_infer.server import Address, ListenError, Server, ServerStatistics
+    from trio_infer.wire.primitive import DisconnectWatch, cancel_on_disconnect
 
 __all__ = [
     "Address",
@@ -53,3 +61,50 @@ __all__ = [
     "cancel_on_disconnect",
     "find_models",
 ]
+
+_HOMES = {
+    "Front": "trio_infer.api.fronts",
+    "SageMaker": "trio_infer.api.sagemaker",
+    "VertexAI": "trio_infer.api.vertex_ai",
+    "ErrorCode": "trio_infer.errors",
+    "InferError": "trio_infer.errors",
+    "ModelLoadError": "trio_infer.errors",
+    "SetupError": "trio_infer.errors",
+    "CancelReason": "trio_infer.lifecycle",
+    "Life": "trio_infer.lifecycle",
+    "LifeWatcher": "trio_infer.lifecycle",
+    "Outcome": "trio_infer.lifecycle",
+    "Phase": "trio_infer.lifecycle",
+    "DisconnectPolicy": "trio_infer.limits",
+    "Keepalive": "trio_infer.limits",
+    "Limits": "trio_infer.limits",
+    "Model": "trio_infer.models.native",
+    "find_models": "trio_infer.models.repository",
+    "MetricsPolicy": "trio_infer.observe.metrics_policy",
+    "RequestStatistics": "trio_infer.observe.statistics",
+    "Datatype": "trio_infer.protocol.datatypes",
+    "InferRequest": "trio_infer.protocol.values",
+    "InferResponse": "trio_infer.protocol.values",
+    "TensorSpec": "trio_infer.protocol.values",
+    "QueueStatistics": "trio_infer.scheduling.ticket",
+    "Address": "trio_infer.server",
+    "ListenError": "trio_infer.server",
+    "Server": "trio_infer.server",
+    "ServerStatistics": "trio_infer.server",
+    "DisconnectWatch": "trio_infer.wire.primitive",
+    "cancel_on_disconnect": "trio_infer.wire.primitive",
+}
+
+
+if not TYPE_CHECKING:  # a checker would take any name for one of these
+
+    def __getattr__(name: str) -> Any:
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(home), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import trio
@@ -25,8 +25,11 @@ PRELUDE = "import numpy as np\nimport triton_python_backend_utils as pb_utils\n"
 
 
 class Repository:
-    def __init__(self, root: Path) -> None:
+    """Models in a directory; they run in threads, so that tests share a stage with them, unless told otherwise."""
+
+    def __init__(self, root: Path, execution: Literal["process", "thread"] = "thread") -> None:
         self.root = root
+        self.execution = execution
 
     def write(self, path: str, text: str) -> Path:
         file = self.root / path
@@ -41,7 +44,7 @@ class Repository:
         return self.write(f"{name}/1/model.py", PRELUDE + textwrap.dedent(code))
 
     def runner(self, name: str = "m", **options: Any) -> Any:
-        return next(runner for runner in find_models([self.root], **options) if runner.signature.name == name)
+        return next(runner for runner in find_models([self.root], **{"execution": self.execution, **options}) if runner.signature.name == name)
 
     async def loaded(self, code: str, config: str = CONFIG, **options: Any) -> Any:
         """A loaded runner of a model `m` with `code`."""

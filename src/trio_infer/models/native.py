@@ -131,6 +131,13 @@ class NativeRunner:
     async def unload(self) -> None:
         await self.model.unload()
 
+    async def ready(self) -> bool:
+        """Always."""
+        return True
+
+    def kill(self) -> None:
+        """Nothing to do: its runs end with their tasks."""
+
     def _response(self, output: Any) -> InferResponse:
         if isinstance(output, InferResponse):
             return output

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from trio_infer.errors import ModelLoadError, SetupError
 from trio_infer.models.native import Model, NativeRunner
@@ -19,6 +19,7 @@ from trio_infer.models.runner import Runner
 from trio_infer.models.triton_imports import ModelCode
 from trio_infer.models.triton_loading import model_fault
 from trio_infer.models.triton_python import TritonPythonRunner
+from trio_infer.models.worker.runner import ProcessRunner
 from trio_infer.protocol.model_config import ModelConfig
 
 __all__ = ["find_models", "load_model"]
@@ -26,12 +27,16 @@ __all__ = ["find_models", "load_model"]
 _NO_MODELS: Final = {"lost+found", "__pycache__"}
 
 
-def find_models(roots: Sequence[Path], *, auto_complete: bool = True) -> list[Runner]:
+def find_models(
+    roots: Sequence[Path], *, auto_complete: bool = True, execution: Literal["process", "thread"] = "process"
+) -> list[Runner]:
     """A runner for each version that is to be served of each model; not loaded yet.
 
     Args:
         roots: the repositories.
         auto_complete: whether Python models are asked to complete their configuration when they load.
+        execution: where Triton's Python models run, if their configuration doesn't say: each instance in a process of
+            its own, or in threads of this one.
 
     Returns:
         by name, the versions of each from the lowest.
@@ -54,14 +59,21 @@ def find_models(roots: Sequence[Path], *, auto_complete: bool = True) -> list[Ru
             if name in found and found[name].resolve() != directory.resolve():
                 raise ModelLoadError(name, f"it is in two repositories, here and in {found[name].parent}", where=root)
             found[name] = directory
-    return [runner for name in sorted(found) for runner in load_model(found[name], auto_complete=auto_complete)]
+    return [
+        runner
+        for name in sorted(found)
+        for runner in load_model(found[name], auto_complete=auto_complete, execution=execution)
+    ]
 
 
-def load_model(directory: Path, *, auto_complete: bool = True) -> list[Runner]:
+def load_model(
+    directory: Path, *, auto_complete: bool = True, execution: Literal["process", "thread"] = "process"
+) -> list[Runner]:
     """The runners of one model.
 
     Args:
         directory: named after the model.
+        auto_complete, execution: as for `find_models`.
 
     Raises:
         ModelLoadError: no version to serve, a broken configuration, a backend that isn't there.
@@ -83,8 +95,9 @@ def load_model(directory: Path, *, auto_complete: bool = True) -> list[Runner]:
         return [_native(config, directory, version, filename) for version in versions]
     if not config.backend:
         config = ModelConfig.parse(f'{text}\nbackend: "python"', name=name, where=file)
+    kind = TritonPythonRunner if (config.execution or execution) == "thread" else ProcessRunner
     return [
-        TritonPythonRunner(config, directory=directory, version=version, auto_complete=auto_complete)
+        kind(config, directory=directory, version=version, auto_complete=auto_complete)
         for version in versions
     ]
 

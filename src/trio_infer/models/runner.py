@@ -120,3 +120,12 @@ class Runner(Protocol):
 
         Cancellation: leaves at once, and the clean-up may go on in its thread.
         """
+
+    async def ready(self) -> bool:
+        """Whether it can run a request now: something of it lives, and its model says so, if it has a say.
+
+        Cancellation: just stops waiting.
+        """
+
+    def kill(self) -> None:
+        """Stop what still runs, as far as that is possible: a process is, a thread isn't. `unload` follows."""

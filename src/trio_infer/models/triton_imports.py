@@ -93,7 +93,7 @@ class ModelCode:
     def load(self) -> ModuleType:
         """Import the file. Whatever its code raises comes out as it is."""
         _install()
-        _codes[self._key] = self
+        self.register()
         package = ModuleType(self.package)
         package.__path__ = self.path
         package.__package__ = self.package
@@ -105,6 +105,10 @@ class ModelCode:
         sys.modules[name] = module
         loader.exec_module(module)
         return module
+
+    def register(self) -> None:
+        """From now on this is known as the code of one instance, until `forget`."""
+        _codes[self._key] = self
 
     def forget(self) -> None:
         """Take all of it out of `sys.modules`. Code that is still running keeps what it has."""

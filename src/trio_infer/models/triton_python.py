@@ -30,16 +30,16 @@ from typing import Any, Literal
 
 import trio
 
-from trio_infer.errors import ErrorCode, InferError, ModelLoadError
+from trio_infer.errors import InferError, ModelLoadError
 from trio_infer.models.host import Host
 from trio_infer.models.local_bridge import LocalBridge
 from trio_infer.models.runner import Instance, Stops
 from trio_infer.models.triton_execute import Executor, Loaded
 from trio_infer.models.triton_imports import ModelCode
 from trio_infer.models.triton_loading import import_model, initialize
-from trio_infer.models.triton_work import Work
+from trio_infer.models.triton_work import Work, only_response
 from trio_infer.protocol.model_config import ModelConfig
-from trio_infer.protocol.values import InferRequest, InferResponse, Send, Signature
+from trio_infer.protocol.values import InferRequest, Send, Signature
 
 __all__ = ["TritonPythonRunner"]
 
@@ -98,6 +98,11 @@ class TritonPythonRunner:
     @property
     def instances(self) -> int:
         return self.config.instance_count
+
+    @property
+    def abandoned(self) -> int:
+        """Requests that have left, while the model goes on with them."""
+        return sum(work.abandoned for work in self._works)
 
     @property
     def file(self) -> Path:
@@ -169,6 +174,17 @@ class TritonPythonRunner:
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True, limiter=self._limiter)
 
+    async def ready(self) -> bool:
+        """Whether it is loaded, and the first instance's `is_ready`, if it has one, says so.
+
+        Cancellation: leaves at once; the model's answer is then not waited for.
+        """
+        loaded = self._loaded[:1]
+        return bool(loaded) and bool(await self._in_thread(loaded[0].is_ready))
+
+    def kill(self) -> None:
+        """Nothing to do: a thread can't be stopped."""
+
     # ---- running
 
     async def run(self, instance: Instance, request: InferRequest, send: Send) -> None:
@@ -196,7 +212,7 @@ class TritonPythonRunner:
             else:
                 response = await self._in_thread(self._executor.execute, loaded, work, request)
                 if response is None:
-                    response = await _only_response(work)
+                    response = await only_response(work)
                 work.leave()
                 await send(response)
         finally:
@@ -225,12 +241,3 @@ class TritonPythonRunner:
         except InferError as error:
             if error is not work.error:
                 log.error("model instance '%s' failed after its final response", loaded.name, exc_info=error.__cause__)
-
-
-async def _only_response(work: Work) -> InferResponse:
-    """The one response that a model that isn't decoupled gives by a sender, once it has said that it is final."""
-    response = await work.next()
-    if response is None:
-        raise InferError(f"model instance '{work.label}' sent no response", ErrorCode.INTERNAL)
-    await work.next()
-    return response

@@ -11,9 +11,9 @@ still promised (decoupled models promise one from the start; a sender's `final` 
 last reference to it). Then at the latest the instance becomes free, and that is told in the trio thread, by
 `TrioToken.run_sync_soon` if the task has left. If the server has ended by then nobody is left to be told.
 
-A decoupled model's instance is free as soon as `execute` has returned, or goes on as a coroutine: Triton gives it the
-next request then, and models that hand their requests to an engine of their own depend on it. Its work goes on, and the
-model isn't finalized before it is over.
+The instance is free as soon as `execute` has returned, or goes on as a coroutine, and only senders are left: Triton
+gives it the next request then, and models that hand their requests to an engine of their own depend on it. The work goes
+on, and the model isn't finalized before it is over.
 
 A model that goes on after its client left is *deaf*; if it does so for longer than `deaf_after` seconds, one WARNING
 says so, and whether its instance stays taken, and one INFO says when it was done. Only such a run costs more than a
@@ -41,7 +41,7 @@ from trio_infer.lifecycle import Life
 from trio_infer.models.runner import Instance
 from trio_infer.protocol.values import InferResponse
 
-__all__ = ["LIMIT", "Work"]
+__all__ = ["LIMIT", "Work", "only_response"]
 
 LIMIT: Final = 8
 log: logging.Logger = logging.getLogger("trio_infer.models")
@@ -52,7 +52,7 @@ class Work:
 
     Args:
         label: what the log calls it: the instance's name.
-        instance: taken from now until the work is over, or of a decoupled model until `execute` has returned.
+        instance: taken from now until the work is over, or until `execute` has returned if only senders are left.
         decoupled: whether any number of responses come through senders.
         deaf_after: seconds after which the log mentions a model that goes on without its client.
         on_over: called in the trio thread when the work is over, before the instance is given back.
@@ -83,7 +83,7 @@ class Work:
         self._promised = decoupled
         self._put = 0
         self._free = False  # the instance
-        self._returned = False  # from `execute`, of a decoupled model
+        self._returned = False  # from `execute`, with senders left
         self._left_callbacks: list[Callable[[], None]] = []
         self._final = self._said_final = self._dropped = self._left = self._over = False
         self._news = trio.Event()
@@ -103,6 +103,11 @@ class Work:
     def over(self) -> bool:
         """Whether nothing of the model's can act on the request any more."""
         return self._over
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether it goes on although its request has left."""
+        return self._left and not self._over
 
     @property
     def promised(self) -> bool:
@@ -125,17 +130,18 @@ class Work:
             self._returned = True
         self._tell()
 
-    def finish(self, *, expect_more: bool, error: InferError | None = None) -> None:
+    def finish(self, *, expect_more: bool, error: InferError | None = None, ended: int = 0) -> None:
         """`execute` isn't running any more.
 
         Args:
             expect_more: whether senders that were handed out are still good; not so after it raised.
             error: what `next` raises after the responses that were sent; too late after the final flag.
+            ended: when it ended, in `perf_counter_ns`; 0 for now.
         """
         with self._lock:
             self._executing = False
-            self._returned = self._decoupled
-            self._instance.timing.infer_ended = time.perf_counter_ns()
+            self._returned = self._decoupled or (expect_more and self._promised)
+            self._instance.timing.infer_ended = ended or time.perf_counter_ns()
             if not self._final:
                 self.error = error
             if not expect_more:
@@ -280,3 +286,12 @@ class Work:
         while not self._over:
             self._news = trio.Event()
             await self._news.wait()
+
+
+async def only_response(work: Work) -> InferResponse:
+    """The one response that a model that isn't decoupled gives by a sender, once it has said that it is final."""
+    response = await work.next()
+    if response is None:
+        raise InferError(f"model instance '{work.label}' sent no response", ErrorCode.INTERNAL)
+    await work.next()
+    return response

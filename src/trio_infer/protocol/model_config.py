@@ -26,6 +26,13 @@ from trio_infer.protocol.values import Signature, TensorSpec
 __all__ = ["ModelConfig", "VersionPolicy"]
 
 _BY_CONFIG_NAME: Final = {datatype.config_name: datatype for datatype in Datatype}
+_OWN_PARAMETERS: Final = {
+    "on_disconnect": ("cancel|finish", "'cancel' or 'finish'"),
+    "cancel_tasks": ("true|false", "'true' or 'false'"),
+    "execution": ("process|thread", "'process' or 'thread'"),
+    "cancel_grace_ms": ("[0-9]{1,9}", "a whole number of milliseconds"),
+}
+"""The keys of `parameters` that the server itself reads: what they may be, as a pattern and in words."""
 
 
 @attrs.frozen
@@ -135,14 +142,10 @@ class ModelConfig:
             raise broken(f"`max_batch_size` must be 0 or more, got {message.max_batch_size}", r"\bmax_batch_size\b")
         if any(group.count < 0 for group in message.instance_group):
             raise broken("the `count` of an `instance_group` must be 1 or more", r"\bcount\s*:\s*-")
-        choice = message.parameters["on_disconnect"].string_value if "on_disconnect" in message.parameters else "cancel"
-        if choice not in {"cancel", "finish"}:
-            raise broken(
-                f"parameter `on_disconnect` must be 'cancel' or 'finish', got '{choice}'", r"\bon_disconnect\b"
-            )
-        tasks = message.parameters["cancel_tasks"].string_value if "cancel_tasks" in message.parameters else "false"
-        if tasks not in {"true", "false"}:
-            raise broken(f"parameter `cancel_tasks` must be 'true' or 'false', got '{tasks}'", r"\bcancel_tasks\b")
+        for key, allowed in _OWN_PARAMETERS.items():
+            value = message.parameters[key].string_value if key in message.parameters else None
+            if value is not None and not re.fullmatch(allowed[0], value):
+                raise broken(f"parameter `{key}` must be {allowed[1]}, got '{value}'", rf"\b{key}\b")
         policy = message.version_policy
         if policy.HasField("latest") and policy.latest.num_versions < 1:
             raise broken("`version_policy` must keep at least 1 of the `latest`", r"\blatest\b")
@@ -196,6 +199,18 @@ class ModelConfig:
     def cancel_tasks(self) -> bool:
         """Our own parameter: whether the coroutine of an `async def execute` is cancelled when its client leaves."""
         return self.parameters.get("cancel_tasks") == "true"
+
+    @property
+    def execution(self) -> Literal["process", "thread"] | None:
+        """Our own parameter: where a Python model runs; None leaves it to the server."""
+        choice = self.parameters.get("execution")
+        return None if choice is None else "thread" if choice == "thread" else "process"
+
+    @property
+    def cancel_grace(self) -> float | None:
+        """Our own parameter, in seconds: how long a cancelled request may go on before its process is killed."""
+        milliseconds = self.parameters.get("cancel_grace_ms")
+        return None if milliseconds is None else int(milliseconds) / 1000
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

@@ -1,0 +1,116 @@
+"""Calls a Python model's code while it loads; each fault is one sentence. Free of trio and protobuf, for worker processes."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trio_infer.errors import ModelLoadError
+from trio_infer.models import triton_utils
+from trio_infer.models.triton_autocomplete import AutoCompleteConfig
+from trio_infer.models.triton_current import is_trio_cancelled
+from trio_infer.models.triton_imports import PB_UTILS, ModelCode
+
+__all__ = ["auto_complete", "import_class", "initialize", "make", "model_fault"]
+
+
+def import_class(code: ModelCode) -> type[Any]:
+    """Import the file, and find the class in it.
+
+    Args:
+        code: an instance's own.
+
+    Raises:
+        ModelLoadError: what is wrong, with the file and line where there is one.
+    """
+    if not code.file.is_file():
+        raise ModelLoadError(code.model, f"there is no {code.file.name} in its version directory", where=code.file)
+    sys.modules[PB_UTILS] = triton_utils
+    with model_fault(code, "importing it"):
+        module = code.load()
+    made = getattr(module, "TritonPythonModel", None)
+    if not isinstance(made, type):
+        raise ModelLoadError(code.model, "there is no class TritonPythonModel in its code", where=code.file)
+    if not callable(getattr(made, "execute", None)):
+        raise ModelLoadError(code.model, "its TritonPythonModel has no method execute", where=code.file)
+    return made
+
+
+def auto_complete(model_class: Any, code: ModelCode, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Have the model complete its configuration.
+
+    Args:
+        config: as `ModelConfig.as_json` gives it; may be changed.
+
+    Returns:
+        the complete one, not checked; None if the model has no say in it.
+
+    Raises:
+        ModelLoadError: it raised, or returned something else.
+    """
+    if not hasattr(model_class, "auto_complete_config"):
+        return None
+    code.stage = "auto_complete_config"
+    with model_fault(code, "auto_complete_config"):
+        completed = AutoCompleteConfig(config)
+        completed = model_class.auto_complete_config(completed) or completed
+    code.stage = "initialize"
+    if not isinstance(completed, AutoCompleteConfig):
+        reason = f"auto_complete_config must return its argument, got {type(completed).__name__}"
+        raise ModelLoadError(code.model, reason, where=code.file)
+    return completed.as_dict()
+
+
+def make(model_class: Any, code: ModelCode) -> Any:
+    """Make the model object.
+
+    Raises:
+        ModelLoadError: it raised.
+    """
+    with model_fault(code, "TritonPythonModel()"):
+        return model_class()
+
+
+def initialize(model: Any, code: ModelCode, arguments: Mapping[str, str]) -> None:
+    """Call the model's `initialize`, if it has one.
+
+    Args:
+        arguments: what Triton gives: seven strings.
+
+    Raises:
+        ModelLoadError: it raised.
+    """
+    if hasattr(model, "initialize"):
+        with model_fault(code, "initialize"):
+            model.initialize(dict(arguments))
+    code.stage = ""
+
+
+@contextmanager
+def model_fault(code: ModelCode, doing: str) -> Iterator[None]:
+    """Turn whatever model code raises into a ModelLoadError, with the innermost of the model's own lines.
+
+    Even SystemExit: in a worker thread it would end nothing, and the server isn't the model's to end.
+    """
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except BaseException as error:
+        if is_trio_cancelled(error):
+            raise
+        where: Path = code.file
+        line = None
+        text = str(error)
+        if isinstance(error, SyntaxError) and error.filename:
+            where, line, text = Path(error.filename), error.lineno, error.msg
+        else:
+            own = [frame for frame in traceback.extract_tb(error.__traceback__) if code.owns(frame.filename)]
+            if own:
+                where, line = Path(own[-1].filename), own[-1].lineno
+        reason = " ".join(f"{doing}: {type(error).__name__}: {text}".split()).rstrip(": ")
+        raise ModelLoadError(code.model, reason, where=where, line=line) from error

@@ -1,0 +1,252 @@
+"""Runs Triton's Python models in processes of their own, one for each instance; see this package's head."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import trio
+
+from trio_infer.errors import ErrorCode, InferError, ModelLoadError
+from trio_infer.models.host import Host
+from trio_infer.models.runner import Instance, Stops
+from trio_infer.models.triton_execute import READY_WITHIN
+from trio_infer.models.triton_loading import initialize_arguments
+from trio_infer.models.triton_work import Work, only_response
+from trio_infer.models.worker.slot import REAPING, Plan, Slot
+from trio_infer.protocol.model_config import ModelConfig
+from trio_infer.protocol.values import InferRequest, Send, Signature
+
+__all__ = ["ProcessRunner"]
+
+FINALIZING: Final = 10.0
+"""Seconds that a model's `finalize` has, with the end of its process; a server that goes down allows 5."""
+
+log: logging.Logger = logging.getLogger("trio_infer.models")
+
+
+class ProcessRunner:
+    """Runs one version of a Triton Python model, each instance in a process of its own.
+
+    Args:
+        config: from its `config.pbtxt`; empty but for the name if it has none.
+        directory: the model's directory.
+        version: the number that its version directory is named after.
+        auto_complete: whether the model's `auto_complete_config` is asked.
+        deaf_after: seconds after which the log mentions a run that goes on without its client.
+
+    Attributes:
+        signature, config: after `load`, with what the model completed; before it, what the file says.
+    """
+
+    stops: Stops = "callback"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        directory: Path,
+        version: int,
+        auto_complete: bool = True,
+        deaf_after: float = 1.0,
+    ) -> None:
+        self.config: ModelConfig = config
+        self.directory: Path = directory.absolute()
+        self.version = version
+        self._auto_complete = auto_complete
+        self._deaf_after = deaf_after
+        self._slots: list[Slot] = []
+        self._closing = False
+        self._works: set[Work] = set()
+        self._changed = trio.lowlevel.ParkingLot()
+        self.signature: Signature
+        self.on_disconnect: Literal["cancel", "finish"] | None
+        self._read_config()
+
+    def _read_config(self) -> None:
+        try:
+            self.signature = self.config.signature(str(self.version))
+        except KeyError:  # a tensor without a datatype, which the model may still complete
+            self.signature = Signature(self.config.name, str(self.version), (), ())
+        self.on_disconnect = self.config.on_disconnect
+        self._grace = self.config.cancel_grace
+
+    @property
+    def instances(self) -> int:
+        return self.config.instance_count
+
+    @property
+    def abandoned(self) -> int:
+        """Requests that have left, while the model goes on with them."""
+        return sum(work.abandoned for work in self._works)
+
+    @property
+    def file(self) -> Path:
+        """The model's code."""
+        return self.directory / str(self.version) / (self.config.default_model_filename or "model.py")
+
+    # ---- loading and unloading
+
+    async def load(self, host: Host) -> None:
+        """Start a process for each instance, side by side, and have the model import and initialize in each.
+
+        Raises:
+            ModelLoadError: the model's code raised, or isn't a model, or died; instances that were ready are finalized.
+
+        Cancellation: leaves as soon as the processes are killed (some 10 ms).
+        """
+        plan = Plan(
+            name=self.config.name,
+            setting={"model": self.config.name, "file": str(self.file), "sys_path": sys.path},
+            host=host,
+            decoupled=lambda: self.signature.decoupled,
+            deaf_after=self._deaf_after,
+            grace=lambda: self._grace,
+            changed=self._changed.unpark_all,
+            on_over=self._work_over,
+        )
+        try:
+            self._add_slots(plan, asked=self._auto_complete)
+            completed = await self._slots[0].imported()
+            if completed is not None:
+                self.config = ModelConfig.of_json(completed, name=self.config.name, where=self.file)
+            self.config.check_tensors()
+            self._read_config()
+            self._add_slots(plan)
+            for slot in self._slots[self.instances :]:
+                slot.kill()
+            for index, slot in enumerate(self._slots[: self.instances]):
+                slot.configure(self._settings(index))
+            for slot in self._slots[: self.instances]:
+                await slot.loaded()
+        except ModelLoadError:
+            with trio.move_on_after(FINALIZING):
+                await self._finish()
+            raise
+        except BaseException:
+            await self._kill()
+            raise
+
+    def _add_slots(self, plan: Plan, *, asked: bool = False) -> None:
+        while len(self._slots) < self.instances:
+            index = len(self._slots)
+            config = self.config.as_json() if asked and index == 0 else None
+            slot = Slot(plan, self.config.instance_name(index), config)
+            self._slots.append(slot)
+            slot.start()
+
+    def _settings(self, index: int) -> dict[str, Any]:
+        signature = self.signature
+        return {
+            "model": signature.name,
+            "version": signature.version,
+            "instance": self.config.instance_name(index),
+            "inputs": [[spec.name, spec.datatype.value, spec.shape] for spec in signature.inputs],
+            "outputs": [[spec.name, spec.datatype.value, spec.shape] for spec in signature.outputs],
+            "max_batch_size": signature.max_batch_size,
+            "decoupled": signature.decoupled,
+            "reshapes": self.config.reshapes,
+            "cancel_tasks": self.config.cancel_tasks,
+            "arguments": initialize_arguments(self.config, index, self.version, str(self.directory)),
+        }
+
+    async def unload(self) -> None:
+        """Wait until no work is going on, then have each instance finalize, and end its process.
+
+        Cancellation: leaves as soon as the processes that still run are killed (some 10 ms).
+        """
+        self._closing = True
+        self._changed.unpark_all()
+        try:
+            while self._works:
+                await self._changed.park()
+            with trio.move_on_after(FINALIZING) as limit:
+                await self._finish(keep=True)
+            if limit.cancelled_caught:
+                log.error("model '%s' took more than %g s to finalize, and was killed", self.config.name, FINALIZING)
+        finally:
+            await self._kill()
+
+    def kill(self) -> None:
+        """End all processes now; requests in them fail."""
+        self._closing = True
+        for slot in self._slots:
+            slot.kill("the model is being unloaded")
+        self._changed.unpark_all()
+
+    async def _finish(self, *, keep: bool = False) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                for slot in self._slots:
+                    nursery.start_soon(slot.finish)
+        finally:
+            if not keep:
+                await self._kill()
+
+    async def _kill(self) -> None:
+        for slot in self._slots:
+            slot.kill()
+        with trio.move_on_after(2 * REAPING, shield=True):
+            for slot in self._slots:
+                await slot.done.wait()
+
+    async def ready(self) -> bool:
+        """Whether an instance lives, and its model's `is_ready` says so.
+
+        Cancellation: just stops waiting.
+        """
+        slot = next((slot for slot in self._slots if slot.alive), None)
+        if slot is None:
+            return False
+        with trio.move_on_after(READY_WITHIN + 1):  # the worker has a limit itself; this one is for one that hangs
+            return await slot.ready()
+        return False
+
+    # ---- running
+
+    async def run(self, instance: Instance, request: InferRequest, send: Send) -> None:
+        """Run one request, as soon as an instance has a process that lives.
+
+        Raises:
+            InferError: with the code of the response's error, or INTERNAL if the model raised, gave what it must not, or
+                its process died.
+
+        Cancellation: leaves at once, and senders are no longer waited for. The model learns of it by `is_cancelled()`;
+        if it goes on for longer than `cancel_grace_ms`, its process is killed.
+        """
+        slot = await self._slot(instance.index)
+        work = slot.begin(instance, request)
+        self._works.add(work)
+        try:
+            if self.signature.decoupled:
+                while (response := await work.next()) is not None:
+                    await send(response)
+                await work.returned.wait()
+            else:
+                await work.returned.wait()
+                if work.error is not None:
+                    raise work.error
+                response = work.response if work.response is not None else await only_response(work)
+                work.leave()
+                await send(response)
+        finally:
+            work.leave()
+
+    async def _slot(self, index: int) -> Slot:
+        while True:
+            if self._closing:
+                raise InferError(
+                    f"Request for model '{self.config.name}' which is not ready: it is being unloaded",
+                    ErrorCode.UNAVAILABLE,
+                )
+            # The instance's own; while that one has died, any that is free.
+            for slot in (self._slots[index], *self._slots):
+                if slot.free:
+                    return slot
+            await self._changed.park()
+
+    def _work_over(self, work: Work) -> None:
+        self._works.discard(work)
+        self._changed.unpark_all()
