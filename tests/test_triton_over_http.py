@@ -13,6 +13,7 @@ import trio
 
 from support import post, serving
 from trio_infer.models.repository import find_models
+from trio_infer.models.worker.codec import RemoteTraceback
 
 CONFIG = """
 backend: "python"
@@ -54,6 +55,11 @@ class TritonPythonModel:
 """
 
 LONG = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [1e9]}]}
+
+
+@pytest.fixture(params=["process", "thread"])
+def execution(request: Any) -> Any:
+    return request.param
 
 
 @pytest.fixture
@@ -108,8 +114,10 @@ async def log() -> Any:
 
 @pytest.mark.parametrize("leave", ["close", "reset"])
 @pytest.mark.parametrize("action", ["infer", "generate", "generate_stream"])
-async def test_is_cancelled_turns_true_when_the_client_leaves(write: Any, log: Any, leave: str, action: str) -> None:
-    async with serving(*find_models([write("polling", POLLING)])) as served:
+async def test_is_cancelled_turns_true_when_the_client_leaves(
+    write: Any, log: Any, leave: str, action: str, execution: Any
+) -> None:
+    async with serving(*find_models([write("polling", POLLING)], execution=execution)) as served:
         client = await served.connect()
         await client.send(post("polling", action, LONG if action == "infer" else {"IN": 1e9}))
         await log.wait_for("well under way")
@@ -124,8 +132,8 @@ async def test_is_cancelled_turns_true_when_the_client_leaves(write: Any, log: A
         await probe.close()
 
 
-async def test_a_client_that_stays_gets_its_answer(write: Any) -> None:
-    async with serving(*find_models([write("polling", POLLING)])) as served:
+async def test_a_client_that_stays_gets_its_answer(write: Any, execution: Any) -> None:
+    async with serving(*find_models([write("polling", POLLING)], execution=execution)) as served:
         client = await served.connect()
         answer = await client.ask(post("polling", "infer", REQUEST))
         assert answer.json["outputs"] == [{"name": "OUT", "datatype": "FP32", "shape": [2], "data": [1.0, 2.0]}]
@@ -155,7 +163,7 @@ entered, release = threading.Event(), threading.Event()
 async def test_a_model_that_never_asks_keeps_its_slot_until_it_ends_and_that_shows(write: Any) -> None:
     entered.clear()
     release.clear()
-    async with serving(*find_models([write("deaf", DEAF)])) as served:
+    async with serving(*find_models([write("deaf", DEAF)], execution="thread")) as served:
 
         def queue() -> Any:
             return served.server.statistics().models["deaf", "1"]
@@ -180,7 +188,7 @@ async def test_a_model_that_never_asks_keeps_its_slot_until_it_ends_and_that_sho
 async def test_shutdown_does_not_wait_for_a_model_that_never_asks(write: Any) -> None:
     entered.clear()
     release.clear()
-    async with serving(*find_models([write("deaf", DEAF)]), exit_timeout=0.1) as served:
+    async with serving(*find_models([write("deaf", DEAF)], execution="thread"), exit_timeout=0.1) as served:
         client = await served.connect()
         await client.send(post("deaf", "infer", REQUEST))
         await trio.to_thread.run_sync(entered.wait)
@@ -217,14 +225,16 @@ class TritonPythonModel:
 
 
 async def test_an_exception_is_logged_once_with_the_models_traceback(
-    write: Any, caplog: pytest.LogCaptureFixture
+    write: Any,
+    caplog: pytest.LogCaptureFixture,
+    execution: Any,
 ) -> None:
     code = """
     class TritonPythonModel:
         def execute(self, requests):
             raise ValueError("boom-42")
     """
-    async with serving(*find_models([write("raising", code)])) as served:
+    async with serving(*find_models([write("raising", code)], execution=execution)) as served:
         client = await served.connect()
         answer = await client.ask(post("raising", "infer", REQUEST))
         assert answer.status == 500
@@ -235,12 +245,14 @@ async def test_an_exception_is_logged_once_with_the_models_traceback(
     assert len(errors) == 2
     for record in errors:
         assert record.exc_info is not None
-        assert isinstance(record.exc_info[1], ValueError)
+        kind = RemoteTraceback if execution == "process" else ValueError
+        assert isinstance(record.exc_info[1], kind)
+        assert 'raise ValueError("boom-42")' in logging.Formatter().format(record)
 
 
-async def test_a_decoupled_stream_stops_when_its_reader_leaves(write: Any, log: Any) -> None:
+async def test_a_decoupled_stream_stops_when_its_reader_leaves(write: Any, log: Any, execution: Any) -> None:
     extra = "model_transaction_policy { decoupled: true }"
-    async with serving(*find_models([write("tokens", TOKENS, extra)])) as served:
+    async with serving(*find_models([write("tokens", TOKENS, extra)], execution=execution)) as served:
         client = await served.connect()
         await client.send(post("tokens", "generate_stream", {"IN": 1}))
         assert (await client.head()).status == 200

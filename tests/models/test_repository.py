@@ -11,6 +11,7 @@ from trio_infer.models.host import NoHost
 from trio_infer.models.native import NativeRunner
 from trio_infer.models.repository import find_models
 from trio_infer.models.triton_python import TritonPythonRunner
+from trio_infer.models.worker.runner import ProcessRunner
 
 EMPTY = "class TritonPythonModel:\n    def execute(self, requests): ...\n"
 NATIVE = """
@@ -36,6 +37,8 @@ def test_each_directory_is_a_model_and_stray_things_are_not(repository: Reposito
     (repository.root / "linked/config.pbtxt").read_text()
     runners = find_models([repository.root])
     assert [runner.signature.name for runner in runners] == ["a", "b", "linked"]
+    assert all(isinstance(runner, ProcessRunner) for runner in runners)
+    runners = find_models([repository.root], execution="thread")
     assert all(isinstance(runner, TritonPythonRunner) for runner in runners)
     assert runners[0].config.as_json()["default_model_filename"] == "model.py"
 

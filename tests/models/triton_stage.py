@@ -44,7 +44,8 @@ class Repository:
         return self.write(f"{name}/1/model.py", PRELUDE + textwrap.dedent(code))
 
     def runner(self, name: str = "m", **options: Any) -> Any:
-        return next(runner for runner in find_models([self.root], **{"execution": self.execution, **options}) if runner.signature.name == name)
+        runners = find_models([self.root], **{"execution": self.execution, **options})
+        return next(runner for runner in runners if runner.signature.name == name)
 
     async def loaded(self, code: str, config: str = CONFIG, **options: Any) -> Any:
         """A loaded runner of a model `m` with `code`."""

@@ -96,10 +96,7 @@ def load_model(
     if not config.backend:
         config = ModelConfig.parse(f'{text}\nbackend: "python"', name=name, where=file)
     kind = TritonPythonRunner if (config.execution or execution) == "thread" else ProcessRunner
-    return [
-        kind(config, directory=directory, version=version, auto_complete=auto_complete)
-        for version in versions
-    ]
+    return [kind(config, directory=directory, version=version, auto_complete=auto_complete) for version in versions]
 
 
 def _versions(config: ModelConfig, directory: Path) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Calls a Python model's code while it loads; each fault is one sentence. Free of trio and protobuf, for worker processes."""
+"""Calls a Python model's code while it loads; each fault is one sentence. Needs neither trio nor protobuf."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ last reference to it). Then at the latest the instance becomes free, and that is
 `TrioToken.run_sync_soon` if the task has left. If the server has ended by then nobody is left to be told.
 
 The instance is free as soon as `execute` has returned, or goes on as a coroutine, and only senders are left: Triton
-gives it the next request then, and models that hand their requests to an engine of their own depend on it. The work goes
-on, and the model isn't finalized before it is over.
+gives it the next request then, and models that hand their requests to an engine of their own depend on it. The work
+goes on, and the model isn't finalized before it is over.
 
 A model that goes on after its client left is *deaf*; if it does so for longer than `deaf_after` seconds, one WARNING
 says so, and whether its instance stays taken, and one INFO says when it was done. Only such a run costs more than a

@@ -16,13 +16,14 @@ server goes on; and a process can be killed, so that there is no model that can'
   `works` is one request; `calls` does what models ask of the server; `runner` is the model.
 - worker: `child` is the process; `jobs` is one request; `remote_bridge` asks the server; `code` imports the model.
 
-What is told to the worker goes by two sockets, because its main thread must read requests itself (a thread between would
-cost a switch) and can't read anything while it is in `execute`. All that it says comes back by one, so that it arrives
-in order: a line that a model logged before its response is in the log before the response is sent.
+What is told to the worker goes by two sockets, because its main thread must read requests itself (a thread between
+would cost a switch) and can't read anything while it is in `execute`. All that it says comes back by one, so that it
+arrives in order: a line that a model logged before its response is in the log before the response is sent.
 
 Cancelling. When a request's task leaves, its number is written into its flag, in shared memory, in the same instant;
 `is_cancelled()` in the worker is a comparison. A message follows for who must be woken: a sender that waits for room, a
-coroutine that is to be cancelled. If the model hears nothing of that, `cancel_grace_ms` says when its process is killed.
+coroutine that is to be cancelled. If the model hears nothing of that, `cancel_grace_ms` says when its process is
+killed.
 
 No orphans. The kernel kills a worker when the server's thread that started it dies (`PR_SET_PDEATHSIG`); where there is
 no such thing, and for good measure, a worker exits when a socket to the server closes.

@@ -9,6 +9,7 @@ from typing import Any
 import trio
 
 from trio_infer.errors import ErrorCode, InferError
+from trio_infer.lifecycle import StandIn
 from trio_infer.models.host import Host
 from trio_infer.models.inner import ask
 from trio_infer.models.triton_log import log_as
@@ -50,6 +51,11 @@ class Calls:
             Kind.ASK_CANCEL: self._ask_cancel,
             Kind.ASK_CREDIT: self._ask_credit,
         }
+
+    def close(self) -> None:
+        """The worker is gone: nobody wants the rest."""
+        for asked in [*self._asked.values()]:
+            asked.parent.stop()
 
     # ---- one answer
 
@@ -109,12 +115,12 @@ class Calls:
         )
         works = [self._works[number] for number in fields["jobs"] if number in self._works] or [*self._works.values()]
         lives = [work.life for work in works if work.life is not None]
-        asked = self._asked[fields["id"]] = _Asked(fields["id"], self._worker)
-        self._nursery.start_soon(self._run, asked, lives, request)
+        asked = self._asked[fields["id"]] = _Asked(fields["id"], self._worker, StandIn(lives))
+        self._nursery.start_soon(self._run, asked, request)
 
-    async def _run(self, asked: _Asked, lives: list[Any], request: InferRequest) -> None:
+    async def _run(self, asked: _Asked, request: InferRequest) -> None:
         try:
-            error = await ask(self._host, lives, request, asked.send, asked.scope)
+            error = await ask(self._host, asked.parent, request, asked.send)
         finally:
             del self._asked[asked.number]
         fields = {"id": asked.number, "last": True, "error": None if error is None else error_fields(error)}
@@ -123,7 +129,7 @@ class Calls:
     def _ask_cancel(self, message: Message) -> None:
         asked = self._asked.get(message.fields["id"])
         if asked is not None:
-            asked.scope.cancel()
+            asked.parent.stop()
 
     def _ask_credit(self, message: Message) -> None:
         asked = self._asked.get(message.fields["id"])
@@ -134,9 +140,9 @@ class Calls:
 class _Asked:
     """A request that the model made."""
 
-    def __init__(self, number: int, worker: Worker) -> None:
+    def __init__(self, number: int, worker: Worker, parent: StandIn) -> None:
         self.number = number
-        self.scope = trio.CancelScope()
+        self.parent = parent
         self._worker = worker
         self._on_their_way = 0
         self._room = trio.Event()
@@ -157,5 +163,3 @@ class _Asked:
         """One was taken."""
         self._on_their_way -= 1
         self._room.set()
-
-

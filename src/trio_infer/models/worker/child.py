@@ -117,13 +117,15 @@ class _Worker:
 
     def _initialize(self, message: Message) -> None:
         fields = message.fields
+        inputs, outputs = (
+            tuple(TensorSpec(name, Datatype[kind], shape) for name, kind, shape in fields[which])
+            for which in ("inputs", "outputs")
+        )
         signature = Signature(
             fields["model"],
             fields["version"],
-            *(
-                tuple(TensorSpec(name, Datatype[kind], shape) for name, kind, shape in fields[which])
-                for which in ("inputs", "outputs")
-            ),
+            inputs,
+            outputs,
             max_batch_size=fields["max_batch_size"],
             decoupled=fields["decoupled"],
         )

@@ -1,7 +1,7 @@
 """Imports a model's code as Triton's own worker does; possible only where a process has one instance and nothing else.
 
-`model.py` is the module `model` of a package named after the version, and the model's and the version's directory are on
-`sys.path`, behind everything else. So all ways of importing work (statements, `importlib`, pickles that name
+`model.py` is the module `model` of a package named after the version, and the model's and the version's directory are
+on `sys.path`, behind everything else. So all ways of importing work (statements, `importlib`, pickles that name
 `utils.Something`), and nothing of the model's shadows an installed package. See `triton_imports` for what is done where
 models share a process.
 """
@@ -26,7 +26,7 @@ class WorkerCode(ModelCode):
     def load(self) -> ModuleType:
         self.register()
         sys.path += [str(self.model_directory), str(self.version_directory)]
-        sys.meta_path.insert(0, _Finder(self))  # type: ignore[arg-type]  # it finds, and has nothing to invalidate
+        sys.meta_path.insert(0, _Finder(self))
         return importlib.import_module(f"{self.version_directory.name}.{self.file.stem}")
 
     def forget(self) -> None:

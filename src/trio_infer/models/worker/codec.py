@@ -1,12 +1,13 @@
 """What the server and a worker process say to each other: messages on a stream socket, and tensors in them.
 
 A message is a head (its size, its kind), JSON, and raw bytes that the JSON describes. Tensors of at most `INLINE` bytes
-are among these; larger ones are in shared memory and the message says where (`memory`). BYTES tensors are their elements
-one after the other, each with its length in front. There is no pickle: neither side can make the other run anything.
+are among these; larger ones are in shared memory and the message says where (`memory`). BYTES tensors are their
+elements one after the other, each with its length in front. There is no pickle: neither side can make the other run
+anything.
 
-The worker runs code that the operator chose, so it is not an enemy, but it may be broken in any way (a stray pointer can
-write into the socket's descriptor). So the server checks each size, offset, shape and dtype, and what doesn't add up is
-a `CodecError`, which costs the worker its life and nobody else's.
+The worker runs code that the operator chose, so it is not an enemy, but it may be broken in any way (a stray pointer
+can write into the socket's descriptor). So the server checks each size, offset, shape and dtype, and what doesn't add
+up is a `CodecError`, which costs the worker its life and nobody else's.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ __all__ = [
     "Inbox",
     "Kind",
     "Message",
+    "RemoteTraceback",
     "encode",
     "error_fields",
     "pack",
@@ -212,7 +214,7 @@ def unpack(described: object, tail: bytearray, memory: Memory | None) -> dict[st
         for name, dtype, shape, size, offset in described:  # type: ignore[attr-defined]  # any other type is refused
             kind = _DTYPES[dtype]
             count = math.prod(shape)
-            if not (isinstance(name, str) and all(dim >= 0 for dim in shape) and 0 <= size):
+            if not (isinstance(name, str) and all(dim >= 0 for dim in shape) and size >= 0):
                 raise ValueError("a negative size")
             if offset == -1:
                 data: Any = rest[used : used + size]
@@ -235,9 +237,7 @@ def unpack(described: object, tail: bytearray, memory: Memory | None) -> dict[st
     return arrays
 
 
-_DTYPES: Final = {
-    datatype.dtype.newbyteorder("<").str: datatype.dtype for datatype in Datatype
-}
+_DTYPES: Final = {datatype.dtype.newbyteorder("<").str: datatype.dtype for datatype in Datatype}
 
 
 def _join(array: Array, name: str) -> bytes:
@@ -267,6 +267,8 @@ def _split(data: Any, count: int) -> Array:
 
 
 # ---- errors
+
+_CODES: Final = {code.value: code for code in ErrorCode}
 
 
 class RemoteTraceback(Exception):
@@ -299,8 +301,8 @@ def read_error(fields: object) -> InferError:
     match fields:
         case [str(message), int(code), int(status), (str() | None) as trace]:
             try:
-                error = InferError(message, ErrorCode(code), status=status)
-            except ValueError:
+                error = InferError(message, _CODES[code], status=status)
+            except KeyError:
                 raise CodecError(f"an error with code {code}") from None
             if trace is not None:
                 error.__cause__ = RemoteTraceback(trace)

@@ -10,12 +10,13 @@ that were written to.
     | a request | server hands out     | hands out
 
 Who hands a block out is the only one to write to it and to take it back; who reads it says when it is done (`freed`),
-which travels with the next message. A reader gets arrays on the block itself. A numpy array's `base` skips other arrays,
-so that nothing hangs on the first of them; below all of them there is a ctypes array that they do keep alive, and when
-it goes, the block has been read.
+which travels with the next message. A reader gets arrays on the block itself. A numpy array's `base` skips other
+arrays, so that nothing hangs on the first of them; below all of them there is a ctypes array that they do keep alive,
+and when it goes, the block has been read.
 
-Facts (Linux 6, 2 cores): fresh pages cost 0.25 ms a MiB to touch, more than to copy into them, so blocks are used again,
-the last one freed first. What lies free beyond `KEEP` is given back to the kernel (`MADV_REMOVE`) and stays addressable.
+Facts (Linux 6, 2 cores): fresh pages cost 0.25 ms a MiB to touch, more than to copy into them, so blocks are used
+again, the last one freed first. What lies free beyond `KEEP` is given back to the kernel (`MADV_REMOVE`) and stays
+addressable.
 
 Flags: the server writes a request's number into its cell when the request is cancelled; the worker compares. It is one
 aligned 64-bit store, seen by the other process at once, without a message.
@@ -87,7 +88,7 @@ class Memory:
         Raises:
             ValueError: there is no such place.
         """
-        if not (_START <= offset and 0 < size and offset + size <= 2 * HALF):
+        if offset < _START or size < 1 or offset + size > 2 * HALF:
             raise ValueError(f"no block of {size} bytes can be at {offset}")
         block = (ctypes.c_ubyte * size).from_buffer(self._map, offset)
         weakref.finalize(block, self.freed.append, offset).atexit = False

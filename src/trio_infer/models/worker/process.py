@@ -4,13 +4,13 @@ How it starts: `subprocess.Popen`, called in the trio thread. It takes 1 to 2 ms
 this thread: `PR_SET_PDEATHSIG` strikes when the *thread* that started the child ends, and trio's own `open_process`
 starts it from a pooled thread, which ends when it has been idle for ten seconds.
 
-How it ends: whatever it died of, its sockets close, and its `pidfd` becomes readable (Linux; it tells also where a child
-of the model's, forked without `exec`, still holds the sockets). What it sent before is read to the end. It is reaped at
-once: a process whose sockets are closed is all but gone, and one that closed them and lives on is killed. It leads a
-process group of its own, and what is left of that is killed with it: no grandchild survives.
+How it ends: whatever it died of, its sockets close, and its `pidfd` becomes readable (Linux; it tells also where a
+child of the model's, forked without `exec`, still holds the sockets). What it sent before is read to the end. It is
+reaped at once: a process whose sockets are closed is all but gone, and one that closed them and lives on is killed. It
+leads a process group of its own, and what is left of that is killed with it: no grandchild survives.
 
-Nothing here waits for the worker to read: what its socket doesn't take is kept and sent when it does. That is bounded by
-what is under way: a request or two, the credits of its streams, replies that it asked for.
+Nothing here waits for the worker to read: what its socket doesn't take is kept and sent when it does. That is bounded
+by what is under way: a request or two, the credits of its streams, replies that it asked for.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class ProcessRunner:
             decoupled=lambda: self.signature.decoupled,
             deaf_after=self._deaf_after,
             grace=lambda: self._grace,
-            changed=self._changed.unpark_all,
+            changed=self._tell,
             on_over=self._work_over,
         )
         try:
@@ -210,8 +210,8 @@ class ProcessRunner:
         """Run one request, as soon as an instance has a process that lives.
 
         Raises:
-            InferError: with the code of the response's error, or INTERNAL if the model raised, gave what it must not, or
-                its process died.
+            InferError: with the code of the response's error, or INTERNAL if the model raised, gave what it must not,
+            or its process died.
 
         Cancellation: leaves at once, and senders are no longer waited for. The model learns of it by `is_cancelled()`;
         if it goes on for longer than `cancel_grace_ms`, its process is killed.
@@ -247,6 +247,9 @@ class ProcessRunner:
                     return slot
             await self._changed.park()
 
+    def _tell(self) -> None:
+        self._changed.unpark_all()
+
     def _work_over(self, work: Work) -> None:
         self._works.discard(work)
-        self._changed.unpark_all()
+        self._tell()

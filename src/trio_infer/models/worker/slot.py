@@ -231,6 +231,8 @@ class Slot:
         """End it now, for good."""
         self._finishing = True
         self._killed_why = self._killed_why or why
+        if self._calls is not None:
+            self._calls.close()
         if self._worker is not None:
             self._worker.kill()
         self._scope.cancel()
@@ -274,6 +276,7 @@ class Slot:
                 worker.run(Kind.IMPORT, {**self._plan.setting, "levels": self._levels, "config": self._config})
                 why = await worker.listen(self._handle)
                 by_itself = not why
+                self._calls.close()
                 nursery.cancel_scope.cancel()
         finally:
             self._ready = self._busy = self._waits_for_settings = False
@@ -301,7 +304,8 @@ class Slot:
             self._imported.fail(error)
             self._loaded.fail(error)
         elif self._fault is not None:
-            log.error("model instance '%s' can't be restarted: %s", self.name, self._fault, exc_info=self._fault.__cause__)
+            cause = self._fault.__cause__
+            log.error("model instance '%s' can't be restarted: %s", self.name, self._fault, exc_info=cause)
         elif not self._finishing or self.works:
             log.error("model instance '%s' %s; %s", self.name, what, doing)
         for work in [*self.works.values()]:

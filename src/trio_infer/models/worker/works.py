@@ -85,7 +85,9 @@ class RemoteWork(Work):
 
     def put(self, response: InferResponse | InferError | None, *, final: bool) -> None:
         if response is not None and len(self._waiting) >= LIMIT and not self._left:
-            raise ValueError("more responses than there were credits for")  # and waiting for room is not for this thread
+            raise ValueError(
+                "more responses than there were credits for"
+            )  # and waiting for room is not for this thread
         super().put(response, final=final)
 
     async def next(self) -> InferResponse | None:
