@@ -119,7 +119,7 @@ def polling(repository: Path, instances: int) -> Runner:
     version.mkdir(parents=True)
     (version / "model.py").write_text(POLLING)
     (version.parent / "config.pbtxt").write_text(POLLING_CONFIG.format(instances=instances))
-    (runner,) = load_model(version.parent)
+    (runner,) = load_model(version.parent, execution="thread")  # it stamps into this process
     return runner
 
 

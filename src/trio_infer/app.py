@@ -83,7 +83,9 @@ def _run(options: Options) -> int:
     options = cloud_repository(options, os.environ)
     ssl_context = _ssl_context(options)
     packaged = not options.model_repository
-    models: Sequence[Model | Runner] = packaged_models() if packaged else find_models(options.model_repository)
+    models: Sequence[Model | Runner] = (
+        packaged_models() if packaged else find_models(options.model_repository, execution=options.execution)
+    )
     server = Server(
         models,
         name=options.id,

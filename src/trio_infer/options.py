@@ -92,6 +92,8 @@ class Options:
         model_repository: directory of models: MODEL/config.pbtxt and MODEL/VERSION/model.py in it; may be given several
             times. With none, models to try the server with are served.
         allow_http: serve the protocol itself on the main port; on unless AIP_MODE=PREDICTION.
+        execution: where Triton's Python models run unless their config.pbtxt says: each instance in a process of its
+            own, or in threads of the server. (Triton: processes.)
         http_address: name or address to listen on. (Triton: 0.0.0.0, that is, all the world; say so if you want that.)
         http_port: port to listen on; 0 picks a free one.
         reuse_http_port: share the port with other processes that do so, too (SO_REUSEPORT).
@@ -133,6 +135,9 @@ class Options:
         ),
     ] = ()
     allow_http: Annotated[bool | None, Parameter(group=_HTTP)] = None
+    execution: Annotated[Literal["process", "thread"], Parameter(group=MODELS)] = attrs.field(
+        default="process", validator=validators.in_(("process", "thread"))
+    )
     http_address: Annotated[str, Parameter(group=_HTTP)] = "127.0.0.1"
     http_port: Annotated[int, Parameter(group=_HTTP)] = attrs.field(default=8000, validator=_port)
     reuse_http_port: Annotated[bool, Parameter(group=_HTTP)] = False

@@ -386,8 +386,10 @@ async def _unload(model: ServedModel) -> None:
     with trio.move_on_after(SETTLING) as settling:
         await model.settled()
     if settling.cancelled_caught:
-        logger.warning("model '%s' is still running and can't be stopped: its clean-up is left out", name)
-        return
+        if not model.kill():
+            logger.warning("model '%s' is still running and can't be stopped: its clean-up is left out", name)
+            return
+        logger.warning("model '%s' is still running: its processes are killed, its clean-up is left out", name)
     with trio.move_on_after(UNLOADING) as unloading:
         try:
             await model.unload()

@@ -135,8 +135,9 @@ class NativeRunner:
         """Always."""
         return True
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
         """Nothing to do: its runs end with their tasks."""
+        return False
 
     def _response(self, output: Any) -> InferResponse:
         if isinstance(output, InferResponse):

@@ -127,5 +127,9 @@ class Runner(Protocol):
         Cancellation: just stops waiting.
         """
 
-    def kill(self) -> None:
-        """Stop what still runs, as far as that is possible: a process is, a thread isn't. `unload` follows."""
+    def kill(self) -> bool:
+        """Stop what still runs; its requests fail, and `unload` follows.
+
+        Returns:
+            whether that is possible: a process is, a thread isn't.
+        """

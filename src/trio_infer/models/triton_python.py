@@ -182,8 +182,9 @@ class TritonPythonRunner:
         loaded = self._loaded[:1]
         return bool(loaded) and bool(await self._in_thread(loaded[0].is_ready))
 
-    def kill(self) -> None:
-        """Nothing to do: a thread can't be stopped."""
+    def kill(self) -> bool:
+        """A thread can't be stopped."""
+        return False
 
     # ---- running
 

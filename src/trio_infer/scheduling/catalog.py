@@ -103,6 +103,10 @@ class ServedModel:
         self.ready = False
         await self._queue.settled()
 
+    def kill(self) -> bool:
+        """Stop what still runs in it, if that is possible; says whether it is."""
+        return self._runner.kill()
+
     async def unload(self) -> None:
         """Let the model clean up, if it was ever asked to load. Call it when it has settled.
 

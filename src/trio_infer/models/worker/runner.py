@@ -169,12 +169,13 @@ class ProcessRunner:
         finally:
             await self._kill()
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
         """End all processes now; requests in them fail."""
         self._closing = True
         for slot in self._slots:
             slot.kill("the model is being unloaded")
-        self._changed.unpark_all()
+        self._tell()
+        return True
 
     async def _finish(self, *, keep: bool = False) -> None:
         try:
