@@ -98,6 +98,8 @@ def _run(options: Options) -> int:
         bad_json_status=options.bad_json_status,
         fronts=further_ports(options, os.environ),
         metrics=_metrics(options),
+        restricted_apis=options.http_restricted_api,
+        header_forward_pattern=options.http_header_forward_pattern,
     )
     names = dict.fromkeys(name for name, _ in server.statistics().models)
     if not names:

@@ -97,6 +97,11 @@ class Options:
         http_address: name or address to listen on. (Triton: 0.0.0.0, that is, all the world; say so if you want that.)
         http_port: port to listen on; 0 picks a free one.
         reuse_http_port: share the port with other processes that do so, too (SO_REUSEPORT).
+        http_header_forward_pattern: regular expression; request headers whose names match it, anywhere and in any case,
+            become parameters of infer requests.
+        http_restricted_api: CATEGORY[,CATEGORY...]:HEADER=VALUE; endpoints of these categories are answered only to who
+            sends that header with that value; may be given several times. (Categories: health, metadata, inference,
+            shared-memory, model-config, model-repository, statistics, trace, logging.)
         id: the server's name in its metadata. (Triton: triton.)
         bad_json_status: what a request with unreadable JSON is answered. (Triton: 500; choose 400 if your alarms count
             5xx.)
@@ -141,6 +146,8 @@ class Options:
     http_address: Annotated[str, Parameter(group=_HTTP)] = "127.0.0.1"
     http_port: Annotated[int, Parameter(group=_HTTP)] = attrs.field(default=8000, validator=_port)
     reuse_http_port: Annotated[bool, Parameter(group=_HTTP)] = False
+    http_header_forward_pattern: Annotated[str, Parameter(group=_HTTP, show_default=False)] = ""
+    http_restricted_api: Annotated[tuple[str, ...], Parameter(group=_HTTP, negative=(), show_default=False)] = ()
     id: Annotated[str, Parameter(group=_HTTP)] = "trio-infer"
     bad_json_status: Annotated[Literal[500, 400], Parameter(group=_HTTP)] = attrs.field(
         default=500, validator=validators.in_((500, 400))

@@ -22,6 +22,8 @@ import attrs
 import trio
 
 from trio_infer.api.fronts import Front
+from trio_infer.api.header_patterns import HeaderPattern
+from trio_infer.api.restrictions import Restrictions
 from trio_infer.api.v2 import V2
 from trio_infer.errors import ModelLoadError, SetupError
 from trio_infer.lifecycle import CancelReason, Life, LifeWatcher
@@ -143,10 +145,13 @@ class Server:
         bad_json_status: what unreadable JSON is answered with: 500 as Triton does, or 400.
         fronts: further ports, which speak other dialects to the same models.
         metrics: what `/metrics` has; None, the default, for no metrics.
+        restricted_apis: `CATEGORY[,CATEGORY...]:HEADER=VALUE`, any number of them; such endpoints ask for the header.
+        header_forward_pattern: request headers whose names match this regular expression become parameters of infer
+            requests; "" for none.
 
     Raises:
         ModelLoadError: two models have one name and version, or one can't be a model.
-        SetupError: the platform can't do what the policy asks for.
+        SetupError: the platform can't do what the policy asks for, or a rule or a pattern can't be read.
     """
 
     def __init__(
@@ -164,6 +169,8 @@ class Server:
         bad_json_status: int = 500,
         fronts: Iterable[Front] = (),
         metrics: MetricsPolicy | None = None,
+        restricted_apis: Iterable[str] = (),
+        header_forward_pattern: str = "",
     ) -> None:
         limits = limits or Limits()
         disconnect = disconnect or DisconnectPolicy()
@@ -194,6 +201,8 @@ class Server:
             draining=self._drain.is_set,
             lives=self._lives,
             observatory=self._observatory,
+            restrictions=Restrictions.parse(restricted_apis),
+            forwarded=HeaderPattern(header_forward_pattern) if header_forward_pattern else None,
         )
 
     def statistics(self) -> ServerStatistics:

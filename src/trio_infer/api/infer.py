@@ -9,7 +9,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Final, Protocol
 
+import attrs
+
 from trio_infer.api.bodies import off_the_loop, read_body
+from trio_infer.api.header_patterns import HeaderPattern
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.limits import Limits
 from trio_infer.protocol.compression import choose_encoding, compress
@@ -62,7 +65,13 @@ BY_HEADER: Final[Framing] = _ByHeader()
 
 
 async def answer_infer(
-    exchange: Exchange, model: ServedModel, limits: Limits, framing: Framing = BY_HEADER, *, compressed: bool = True
+    exchange: Exchange,
+    model: ServedModel,
+    limits: Limits,
+    framing: Framing = BY_HEADER,
+    *,
+    compressed: bool = True,
+    forwarded: HeaderPattern | None = None,
 ) -> None:
     """Read an infer request, run it, and answer with its one response.
 
@@ -71,6 +80,7 @@ async def answer_infer(
         limits: on the body.
         framing: of the dialect.
         compressed: the answer may be, if the client takes that.
+        forwarded: which headers become parameters of the request; one that it has already stays as it is.
 
     Raises:
         InferError: the request is wrong, or the model says so.
@@ -95,6 +105,9 @@ async def answer_infer(
             header_length,
             signature,
         )
+        if forwarded is not None:
+            parameters = {**forwarded.parameters(exchange.headers()), **request.parameters}
+            request = attrs.evolve(request, parameters=parameters)
         life.request_id = request.id
         responses: list[InferResponse] = []
 

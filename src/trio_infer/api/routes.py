@@ -7,7 +7,7 @@ from typing import Final
 
 import attrs
 
-__all__ = ["Route", "find_route"]
+__all__ = ["CATEGORY_OF", "Route", "find_route"]
 
 
 @attrs.frozen
@@ -27,6 +27,26 @@ class Route:
     model: str = ""
     version: str | None = None
 
+    @property
+    def category(self) -> str:
+        """What it belongs to where APIs are restricted; see `restrictions.CATEGORIES`."""
+        return CATEGORY_OF[self.action]
+
+
+CATEGORY_OF: Final = {
+    "live": "health",
+    "ready": "health",
+    "model_ready": "health",
+    "server": "metadata",
+    "metadata": "metadata",
+    "config": "model-config",
+    "infer": "inference",
+    "generate": "inference",
+    "generate_stream": "inference",
+    "cancel": "inference",
+    "statistics": "statistics",
+    "metrics": "statistics",
+}
 
 _READ: Final = ("GET", "HEAD")
 _RUN: Final = ("POST",)

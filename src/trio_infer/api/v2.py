@@ -14,7 +14,9 @@ import attrs
 from trio_infer._version import __version__
 from trio_infer.api.cancel import cancel
 from trio_infer.api.generate import answer_generate, answer_generate_stream
+from trio_infer.api.header_patterns import HeaderPattern
 from trio_infer.api.infer import answer_infer
+from trio_infer.api.restrictions import Restrictions
 from trio_infer.api.routes import Route, find_route
 from trio_infer.api.statistics import metrics, statistics
 from trio_infer.errors import ErrorCode, InferError
@@ -43,6 +45,8 @@ class V2:
         draining: whether the server is on its way down.
         lives: of the requests in flight.
         observatory: what has been seen of the requests.
+        restrictions: which endpoints ask for a header.
+        forwarded: which headers become parameters of infer requests.
     """
 
     catalog: Catalog
@@ -51,12 +55,15 @@ class V2:
     draining: Callable[[], bool] = lambda: False
     lives: Callable[[], Iterable[Life]] = tuple
     observatory: Observatory = attrs.field(factory=Observatory)
+    restrictions: Restrictions = attrs.field(factory=Restrictions)
+    forwarded: HeaderPattern | None = None
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request, or raise the error that is to be answered."""
         route = find_route(exchange.target)
         if route is None:
             raise InferError("Not Found", ErrorCode.NOT_FOUND)
+        self.restrictions.check(route.category, exchange.header)
         if exchange.method not in route.methods:
             headers = [JSON, ("allow", ", ".join(route.methods))]
             await exchange.respond(405, headers, [error_json("Method Not Allowed")])
@@ -95,7 +102,8 @@ class V2:
     # -- Inference --------------------------------------------------------------------------------------------------
 
     async def infer(self, exchange: Exchange, route: Route) -> None:
-        await answer_infer(exchange, self.find(exchange, route.model, route.version), self.limits)
+        model = self.find(exchange, route.model, route.version)
+        await answer_infer(exchange, model, self.limits, forwarded=self.forwarded)
 
     async def generate(self, exchange: Exchange, route: Route) -> None:
         await answer_generate(exchange, self.find(exchange, route.model, route.version), self.limits)

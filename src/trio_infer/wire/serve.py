@@ -99,6 +99,10 @@ class Exchange:
                 return value.decode("latin-1")
         return None
 
+    def headers(self) -> list[tuple[str, str]]:
+        """All headers: their names as the client wrote them, and their values."""
+        return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in self._headers.raw_items()]
+
     @property
     def content_length(self) -> int | None:
         """Bytes of the body, 0 if there is none; None if that is not known beforehand."""
