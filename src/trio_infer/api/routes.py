@@ -46,6 +46,9 @@ CATEGORY_OF: Final = {
     "cancel": "inference",
     "statistics": "statistics",
     "metrics": "statistics",
+    "logging": "logging",
+    "trace_setting": "trace",
+    "shared_memory": "shared-memory",
 }
 
 _READ: Final = ("GET", "HEAD")

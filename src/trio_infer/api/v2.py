@@ -112,11 +112,12 @@ class V2:
         await answer_generate_stream(exchange, self.find(exchange, route.model, route.version), self.limits)
 
     def find(self, exchange: Exchange, name: str, version: str | None) -> ServedModel:
-        """The model that a request is for; its life is told.
+        """The model that a request is for, whichever port it came by; its life is told.
 
         Raises:
-            InferError: there is none that is ready.
+            InferError: there is none that is ready, or inference is restricted.
         """
+        self.restrictions.check("inference", exchange.header)
         model = self.catalog.find_ready(name, version)
         exchange.life.model, exchange.life.version = model.signature.name, model.signature.version
         return model
