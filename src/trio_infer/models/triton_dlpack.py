@@ -22,6 +22,7 @@ _CODE: Final = 20
 _BITS: Final = 21
 _UINT: Final = 1
 _BFLOAT: Final = 4
+_CPU: Final = {1, 3, 11, 13}  # its own memory, pinned for CUDA or ROCm, and managed by CUDA
 _STARTS: Final = {b"dltensor": 0, b"dltensor_versioned": 32}
 
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -63,6 +64,8 @@ def imported(source: Any) -> tuple[Array, bool]:
     capsule = source
     if hasattr(source, "__dlpack__"):
         device = source.__dlpack_device__()
+        if int(device[0]) not in _CPU:
+            raise BufferError(f"it is on device {(int(device[0]), int(device[1]))}, not in the CPU's memory")
         capsule = source.__dlpack__()
     if not any(_is_valid(capsule, name) for name in _STARTS):
         raise TypeError(f"expected an unused DLPack capsule, or an object with __dlpack__, got {type(source).__name__}")
