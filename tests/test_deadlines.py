@@ -135,6 +135,29 @@ async def test_a_request_that_is_in_time_has_lost_nothing_and_leaves_no_alarm(au
         assert served.outcomes() == {"completed": 2}
 
 
+async def test_each_request_has_its_own_deadline_whatever_those_before_it_had(autojump_clock: Any) -> None:
+    async with serving(Ticker(), memory=True) as served:
+        client = served.connect_in_memory()
+        at = 0.0
+        for milliseconds, ticks, seconds, status in (
+            (10_000, 1, 0.05, 200),
+            (500, 1000, 0.5, 504),
+            (2000, 1000, 2.0, 504),
+            (100, 1, 0.05, 200),
+            (300, 4, 0.2, 200),
+            (20_000, 300, 15.0, 200),
+            (100, 1000, 0.1, 504),
+        ):
+            assert (await client.ask(infer_ticks(ticks, within(milliseconds)))).status == status
+            at += seconds
+            assert trio.current_time() == pytest.approx(at)
+        await client.send(infer_ticks(1000, within(5000)))
+        await trio.sleep(1)
+        await client.close()
+        await served.ended(8)
+        assert served.cancelled() == {("deadline passed", "running"): 3, ("client disconnected", "running"): 1}
+
+
 async def test_it_also_holds_where_a_departure_would_not_stop_the_work(autojump_clock: Any) -> None:
     ticker = Ticker(on_disconnect="finish")
     async with serving(ticker, memory=True) as served:

@@ -9,8 +9,7 @@ A request runs in one cancel scope, the inference scope, from its first byte to 
 nothing more is written; a client that is still there (a deadline, a shutdown) gets an answer that says why, and if its
 answer is a stream already, a last event and a proper end. Where HTTP allows it the connection then lives on.
 
-A request's deadline is a task beside the inference task, made only for requests that have one: a scope's own deadline
-would cancel the scope, but nobody would have told `life`, and so the model, by then.
+A deadline is kept by a third task, the alarm (`deadline.py`), on connections that have had a request with one.
 
 Errors become answers here, in `_answer_error`, and nowhere else. `InferError` is the request's fault or the model's
 considered word, and is answered as it says. Any other exception is a bug: logged once with its traceback, answered 500.
@@ -34,7 +33,8 @@ from trio_infer.limits import DisconnectPolicy, Limits
 from trio_infer.protocol.jsontext import error_json
 from trio_infer.wire.buffers import Buffer
 from trio_infer.wire.connection import Body, Connection
-from trio_infer.wire.farewell import DEADLINE_HEADER, UNREACHABLE, Deadline, farewell, read_deadline
+from trio_infer.wire.deadline import DEADLINE_HEADER, Alarm, Deadline, read_deadline
+from trio_infer.wire.farewell import UNREACHABLE, farewell
 from trio_infer.wire.headers import Headers
 from trio_infer.wire.pace import Pace, Waiting
 from trio_infer.wire.sentinel import Sentinel
@@ -228,7 +228,7 @@ class Conversation:
         self._exchange: Exchange | None = None
         self._nursery: trio.Nursery | None = None
         self._deadline: Deadline | None = None
-        self._alarm: trio.CancelScope | None = None
+        self._alarm = Alarm()
 
     async def run(self) -> None:
         """Answer requests until either side closes. Raises only what the application raises beyond `Exception`.
@@ -248,7 +248,8 @@ class Conversation:
                     self.abort(CancelReason.DISCONNECTED)
                 finally:
                     self._finish_life()
-                    if not self.sentinel.saw_departure:  # else it ends by itself, which costs half as much
+                    if self._alarm.running or not self.sentinel.saw_departure:
+                        # The sentinel ends by itself after a departure, which costs half as much.
                         nursery.cancel_scope.cancel()
         finally:  # the sentinel has ended: closing may read
             await self.connection.close()
@@ -315,10 +316,11 @@ class Conversation:
         self._deadline = read_deadline(exchange.header(DEADLINE_HEADER), self.settings.limits.request_timeout_ms)
         if self._deadline is None:
             return
-        assert self._nursery is not None
-        self._alarm = trio.CancelScope()
-        at = trio.current_time() + self._deadline.milliseconds / 1000
-        self._nursery.start_soon(_ring, at, life, self._alarm)
+        self._alarm.set(life, trio.current_time() + self._deadline.milliseconds / 1000)
+        if not self._alarm.running:
+            assert self._nursery is not None
+            self._nursery.start_soon(self._alarm.run)
+            self._alarm.running = True
 
     async def _answer_error(self, error: Exception) -> None:
         """The one place where an error becomes an answer."""
@@ -377,9 +379,7 @@ class Conversation:
     def _finish_life(self) -> None:
         """Whatever has not come to its end by now has been stopped: see to it that this shows."""
         life, self.life, self._exchange = self.life, None, None
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        self._alarm.off()
         if life is None:
             return
         if life.outcome is None:
@@ -387,12 +387,6 @@ class Conversation:
             life.end()
         if life.reason in UNREACHABLE:
             self.connection.last = True
-
-
-async def _ring(at: float, life: Life, alarm: trio.CancelScope) -> None:
-    with alarm:
-        await trio.sleep_until(at)
-        life.cancel(CancelReason.DEADLINE)
 
 
 def sole(error: BaseException) -> BaseException:
