@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from support import Answer, Client, Echo, Endings, Streamer, Ticker, check_books
-from trio_infer import ErrorCode, Front, InferError, Limits, SageMaker, Server, VertexAI
+from trio_infer import ErrorCode, Front, InferError, InferRequest, Limits, SageMaker, Server, VertexAI
 from trio_infer.app_fronts import check_safe_range, cloud_fronts, cloud_repository, main_port_is_open
 from trio_infer.errors import SetupError
 from trio_infer.options import CloudFronts, Options
@@ -49,13 +49,17 @@ class Cloud:
 
 
 @asynccontextmanager
-async def clouds(*models: Any, limits: Limits | None = None, **sagemaker: Any) -> AsyncIterator[Cloud]:
+async def clouds(
+    *models: Any, limits: Limits | None = None, restricted: Sequence[str] = (), forward: str = "", **sagemaker: Any
+) -> AsyncIterator[Cloud]:
     listeners, endings = (MemoryListener(), MemoryListener(), MemoryListener()), Endings()
     vertex_ai = sagemaker.pop("vertex_ai", {})
     server = Server(
         models,
         limits=limits,
         watchers=[endings],
+        restricted_apis=restricted,
+        header_forward_pattern=forward,
         fronts=[
             Front("sagemaker", lambda v2: SageMaker(v2, **sagemaker), listeners=[listeners[0]]),
             Front("vertex-ai", lambda v2: VertexAI(v2, **vertex_ai), listeners=[listeners[1]]),
@@ -344,6 +348,45 @@ async def test_a_redirected_cancel_stops_ones_own_request(autojump_clock: Any) -
         assert answer.json == {"cancelled": 1}
         assert (await client.answer()).status == 499
         await client.close()
+
+
+async def test_restrictions_hold_whichever_way_one_comes(autojump_clock: Any, tmp_path: Path) -> None:
+    directories = Directories()
+    rules = ["inference,model-repository:key=1", "metadata:other=2"]
+    redirect = {"x_vertex_ai_triton_redirect": "v2/models/echo"}
+    async with clouds(Echo(), restricted=rules, directories=directories) as cloud:
+        for words, headers in (
+            (("sagemaker", "POST", "/invocations", ECHO), {}),
+            (("sagemaker", "POST", "/models/echo/invoke", ECHO), {}),
+            (("sagemaker", "POST", "/models", {"model_name": "m", "url": str(tmp_path)}), {}),
+            (("sagemaker", "GET", "/models"), {}),
+            (("vertex-ai", "POST", "/predict", ECHO), {}),
+            (("vertex-ai", "POST", "/predict", ECHO), {"x_vertex_ai_triton_redirect": "v2/models/echo/infer"}),
+            (("vertex-ai", "POST", "/predict"), redirect),
+        ):
+            answer = await cloud.ask(*words, **headers)
+            assert answer.status == 403, words
+            name = "other" if headers == redirect else "key"
+            assert answer.json["error"] == f"This API is restricted, expecting header '{name}'"
+        assert directories.calls == []
+        assert (await cloud.ask("sagemaker", "POST", "/invocations", ECHO, key="1")).status == 200
+        assert (await cloud.ask("vertex-ai", "POST", "/predict", ECHO, key="1")).status == 200
+        assert (await cloud.ask("vertex-ai", "POST", "/predict", **redirect, other="2")).status == 200
+        assert (await cloud.ask("sagemaker", "GET", "/ping")).status == 200
+
+
+async def test_headers_are_handed_on_to_models_there_too(autojump_clock: Any) -> None:
+    seen: list[object] = []
+
+    class Listening(Echo):
+        async def infer(self, request: InferRequest) -> dict[str, Any]:
+            seen.append(request.parameters.get("x-mine"))
+            return await super().infer(request)
+
+    async with clouds(Listening(), forward="x-mine") as cloud:
+        for front, path in (("sagemaker", "/invocations"), ("vertex-ai", "/predict")):
+            assert (await cloud.ask(front, "POST", path, ECHO, x_mine=front)).status == 200
+    assert seen == ["sagemaker", "vertex-ai"]
 
 
 # -- SageMaker's endpoints of many models -----------------------------------------------------------------------------

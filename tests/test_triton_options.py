@@ -45,7 +45,7 @@ LINE = """
 """One of each of Triton's options, with a value that Triton takes."""
 
 PENDING = """
---http-header-forward-pattern --http-restricted-api --allow-client-shm --model-control-mode --load-model
+--allow-client-shm --model-control-mode --load-model
 --repository-poll-secs --model-load-thread-count --model-load-retry-count --disable-auto-complete-config
 --strict-model-config --exit-on-error --strict-readiness --log-warning --log-error --log-format --log-file
 --trace-config --trace-file --trace-level --trace-rate --trace-count --trace-log-frequency

@@ -94,7 +94,9 @@ class SageMaker:
         if match["invoke"]:
             check_method(exchange, "POST")
             await self._infer(exchange, match["name"])
-        elif match["name"]:
+            return
+        self.v2.restrictions.check("model-repository", exchange.header)
+        if match["name"]:
             check_method(exchange, "GET", "DELETE")
             await (self._show if exchange.method == "GET" else self._unload)(exchange, match["name"])
         else:
@@ -105,7 +107,9 @@ class SageMaker:
         model, limits = self.v2.find(exchange, name, None), self.v2.limits
         with bad_json_is_400():
             if self.inference_type == "infer":
-                await answer_infer(exchange, model, limits, ByContentType(MIME), compressed=False)
+                await answer_infer(
+                    exchange, model, limits, ByContentType(MIME), compressed=False, forwarded=self.v2.forwarded
+                )
             elif self.inference_type == "generate":
                 await answer_generate(exchange, model, limits)
             else:

@@ -73,7 +73,9 @@ class VertexAI:
         name = default_model(self.v2, self.model, "--vertex-ai-default-model")
         model = self.v2.find(exchange, name, None)
         with bad_json_is_400():
-            await answer_infer(exchange, model, self.v2.limits, ByContentType(MIME), compressed=False)
+            await answer_infer(
+                exchange, model, self.v2.limits, ByContentType(MIME), compressed=False, forwarded=self.v2.forwarded
+            )
 
     async def _redirect(self, exchange: Exchange, target: str) -> None:
         if not PLAIN_PATH.fullmatch(target):
