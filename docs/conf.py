@@ -38,7 +38,10 @@ autodoc_typehints = "signature"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!trio_infer\.).*"), (r"py:.*", r"trio_infer\.(api|models|protocol|wire)\..*")]
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!trio_infer\.).*"),
+    (r"py:.*", r"trio_infer\.(api|models|observe|protocol|wire)\..*"),
+]
 
 
 class Generated(SphinxDirective):

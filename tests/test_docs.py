@@ -245,8 +245,8 @@ def find_lines(expected: str, log: str) -> int | None:
 
 
 def plain(line: str) -> str:
-    """A line of a log without what differs from run to run: its time, durations, steps."""
-    line = re.sub(r"^\d\d:\d\d:\d\d\.\d{3} ", "", line.strip())
+    """A line of a log without what differs from run to run: its time, process and source line, durations, steps."""
+    line = re.sub(r"^([IWE])\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ [\w.]+:\d+\] ", r"\1 ", line.strip())
     line = re.sub(r"\d+(?:\.\d+)? (ms|s)\b", r"_ \1", line)
     return re.sub(r"step \d+", "step _", line)
 

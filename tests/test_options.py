@@ -326,12 +326,13 @@ def test_help_groups_every_option_and_shows_defaults(
         "Shutdown",
         "Metrics",
         "Logging",
+        "Tracing",
         "Configuration file",
         "Other options of Triton: accepted, of no effect, and warned of",
     ]
     for kind in (Options, CloudFronts, Limits, DisconnectPolicy, Keepalive, Ignored):
         for field in attrs.fields(kind):
-            if field.name not in {"limits", "disconnects", "keepalive", "cloud", "grpc", "ignored"}:
+            if field.name not in {"limits", "disconnects", "keepalive", "cloud", "traces", "grpc", "ignored"}:
                 assert f"--{field.name.replace('_', '-')}" in out
     text = " ".join(out.split())
     assert "--http-address TEXT Name or address to listen on. (Triton: 0.0.0.0" in text

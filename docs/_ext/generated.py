@@ -231,6 +231,9 @@ _ENDPOINTS = {
     "/v2/models/M/stats": "what has been counted of the model: requests, failures, and how long each part took",
     "/v2/models/stats": "the same of all models",
     "/metrics": "metrics for Prometheus",
+    "/v2/logging": "what is logged; POST changes it",
+    "/v2/trace/setting": "what is traced; POST changes it",
+    "/v2/models/M/trace/setting": "what is traced of one model; POST changes it",
     "/v2/models/M/cancel": "stops the requests of that model with a given id, and says how many those were",
     "/v2/models/M/generate_stream": "the same, each response a server-sent event; any number of them",
 }

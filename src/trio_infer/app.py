@@ -33,7 +33,9 @@ from trio_infer.models.native import Model
 from trio_infer.models.packaged import packaged_models
 from trio_infer.models.repository import find_models
 from trio_infer.models.runner import Runner
+from trio_infer.observe.log_settings import LogSettings
 from trio_infer.observe.metrics_policy import MetricsPolicy
+from trio_infer.observe.trace_settings import TraceSettings
 from trio_infer.options import Options
 from trio_infer.server import Address, Server
 from trio_infer.wire.listeners import ListenError, cannot_listen
@@ -69,17 +71,20 @@ def run(options: Options) -> int:
     Raises:
         SetupError: what was asked for can't be done; its message is one line.
     """
-    _set_up_logging(options)
-    for flag, reason in options.ignored.reasons().items():
-        logger.warning("%s has no effect: %s", flag, reason)
+    logs = _logs(options)
+    logs.install()
     try:
-        return _run(options)
+        for flag, reason in options.ignored.reasons().items():
+            logger.warning("%s has no effect: %s", flag, reason)
+        return _run(options, logs)
     except SetupError:
         logger.debug("can't start", exc_info=True)
         raise
+    finally:
+        logs.uninstall()
 
 
-def _run(options: Options) -> int:
+def _run(options: Options, logs: LogSettings) -> int:
     options = cloud_repository(options, os.environ)
     ssl_context = _ssl_context(options)
     packaged = not options.model_repository
@@ -100,6 +105,8 @@ def _run(options: Options) -> int:
         metrics=_metrics(options),
         restricted_apis=options.http_restricted_api,
         header_forward_pattern=options.http_header_forward_pattern,
+        traces=TraceSettings(options.traces.settings()),
+        logs=logs,
     )
     names = dict.fromkeys(name for name, _ in server.statistics().models)
     if not names:
@@ -203,16 +210,16 @@ def spare_the_collector() -> None:
 # -- What is set up -------------------------------------------------------------------------------------------------
 
 
-def _set_up_logging(options: Options) -> None:
-    """The whole process logs to stderr, models included: the command owns it."""
-    level = logging.INFO if options.log_info else logging.WARNING
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.DEBUG if options.log_verbose > 1 else level,
-        format="%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s",
-        datefmt="%H:%M:%S",
+def _logs(options: Options) -> LogSettings:
+    """The whole process logs to one place, models included: the command owns it."""
+    return LogSettings(
+        log_file="" if options.log_file is None else str(options.log_file),
+        log_info=options.log_info,
+        log_warning=options.log_warning,
+        log_error=options.log_error,
+        log_verbose_level=options.log_verbose,
+        log_format=options.log_format,
     )
-    logger.setLevel(logging.DEBUG if options.log_verbose else level)
 
 
 def _metrics(options: Options) -> MetricsPolicy | None:

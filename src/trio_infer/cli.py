@@ -145,7 +145,7 @@ def _labels(entry: "HelpEntry") -> str:
 def _about(entry: "HelpEntry") -> str:
     text = _plain(entry.description).replace("*", "")
     text = f"{text[:1].upper()}{text[1:]}"
-    if entry.default is None:
+    if entry.default in (None, "()"):
         return text
     default = entry.default.lower() if entry.default in {"True", "False"} else entry.default.removesuffix(".0")
     return f"{text} [default: {default}]"

@@ -19,6 +19,8 @@ from attrs import validators
 from cyclopts import Group, Parameter
 
 from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
+from trio_infer.observe.log_settings import FORMATS, LogFormat
+from trio_infer.observe.trace_settings import TraceOptions
 from trio_infer.option_ignored import Ignored, IgnoredGRPC
 
 __all__ = ["MODELS", "CloudFronts", "Options"]
@@ -33,7 +35,8 @@ _TLS: Final = Group("TLS", sort_key=23)
 _SHUTDOWN: Final = Group("Shutdown", sort_key=24)
 _METRICS: Final = Group("Metrics", sort_key=25)
 _LOGGING: Final = Group("Logging", sort_key=26)
-_FILE: Final = Group("Configuration file", sort_key=27)
+_TRACING: Final = Group("Tracing", sort_key=27)
+_FILE: Final = Group("Configuration file", sort_key=28)
 _GRPC: Final = Group("Triton's gRPC options: accepted, and nothing is listening there", sort_key=98)
 _IGNORED: Final = Group("Other options of Triton: accepted, of no effect, and warned of", sort_key=99)
 
@@ -123,6 +126,11 @@ class Options:
         allow_gpu_metrics: accepted and ignored: there are none on GPUs.
         log_verbose: 1 logs more, and tracebacks of models that can't be loaded; 2 also logs what libraries have to say.
         log_info: log what is not a warning, such as clients that leave.
+        log_warning: log what may become a trouble.
+        log_error: log what went wrong.
+        log_format: how a line begins: with Triton's severity and time in one word, or with a time as in ISO 8601.
+        log_file: where the log goes, if not to stderr. It is made anew when it is moved away.
+        traces: which requests are traced, and where to.
         access_log: log each request; those that are cancelled are logged anyway.
         config: TOML file with these options, without the dashes in front.
         grpc: Triton's, accepted quietly.
@@ -172,6 +180,15 @@ class Options:
     allow_gpu_metrics: Annotated[bool, Parameter(group=_METRICS)] = True
     log_verbose: Annotated[int, Parameter(group=_LOGGING)] = attrs.field(default=0, validator=_not_negative)
     log_info: Annotated[bool, Parameter(group=_LOGGING)] = True
+    log_warning: Annotated[bool, Parameter(group=_LOGGING)] = True
+    log_error: Annotated[bool, Parameter(group=_LOGGING)] = True
+    log_format: Annotated[LogFormat, Parameter(group=_LOGGING)] = attrs.field(
+        default="default", validator=validators.in_(FORMATS)
+    )
+    log_file: Annotated[Path | None, Parameter(group=_LOGGING)] = None
+    traces: Annotated[TraceOptions, Parameter(name="*", group=_TRACING, negative=())] = attrs.field(
+        factory=TraceOptions
+    )
     access_log: Annotated[bool, Parameter(group=_LOGGING)] = False
     config: Annotated[Path | None, Parameter(group=_FILE)] = None
     grpc: Annotated[IgnoredGRPC, Parameter(name="*", group=_GRPC, show=False, negative=())] = attrs.field(

@@ -32,9 +32,11 @@ from trio_infer.models.host import NoHost
 from trio_infer.models.native import Model, NativeRunner
 from trio_infer.models.runner import Runner
 from trio_infer.observe.access_log import AccessLog
+from trio_infer.observe.log_settings import LogSettings
 from trio_infer.observe.metrics_policy import MetricsPolicy
 from trio_infer.observe.observatory import Observatory
 from trio_infer.observe.statistics import RequestStatistics
+from trio_infer.observe.trace_settings import TraceSettings
 from trio_infer.scheduling.catalog import Catalog, ServedModel
 from trio_infer.scheduling.ticket import QueueStatistics
 from trio_infer.wire.listeners import ListenError, accept_forever, open_listeners, set_keepalive
@@ -148,6 +150,8 @@ class Server:
         restricted_apis: `CATEGORY[,CATEGORY...]:HEADER=VALUE`, any number of them; such endpoints ask for the header.
         header_forward_pattern: request headers whose names match this regular expression become parameters of infer
             requests; "" for none.
+        traces: what `/v2/trace/setting` says and changes.
+        logs: what `/v2/logging` says and changes; None, the default, if logging is the program's own affair.
 
     Raises:
         ModelLoadError: two models have one name and version, or one can't be a model.
@@ -171,6 +175,8 @@ class Server:
         metrics: MetricsPolicy | None = None,
         restricted_apis: Iterable[str] = (),
         header_forward_pattern: str = "",
+        traces: TraceSettings | None = None,
+        logs: LogSettings | None = None,
     ) -> None:
         limits = limits or Limits()
         disconnect = disconnect or DisconnectPolicy()
@@ -179,7 +185,11 @@ class Server:
         self._catalog = Catalog(_runner(model) for model in models)
         self._conversations: set[Conversation] = set()
         self._observatory = Observatory(
-            metrics, abandoned=self._abandoned, connections=lambda: len(self._conversations)
+            metrics,
+            abandoned=self._abandoned,
+            connections=lambda: len(self._conversations),
+            traces=traces,
+            logs=logs,
         )
         self._settings = WireSettings(
             limits=limits,

@@ -53,19 +53,22 @@ CATEGORY_OF: Final = {
 
 _READ: Final = ("GET", "HEAD")
 _RUN: Final = ("POST",)
+_CHANGE: Final = ("GET", "POST")
 
 _FIXED: Final = {
     "/v2": Route("server", _READ),
     "/v2/health/live": Route("live", _READ),
     "/v2/health/ready": Route("ready", _READ),
     "/v2/models/stats": Route("statistics", _READ),
+    "/v2/logging": Route("logging", _CHANGE),
+    "/v2/trace/setting": Route("trace_setting", _CHANGE),
     "/metrics": Route("metrics", _READ),
     "/metrics/": Route("metrics", _READ),
 }
 
 _MODEL: Final = re.compile(
     r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?"
-    r"(?:/(?P<action>ready|config|infer|generate|generate_stream|cancel|stats))?"
+    r"(?:/(?P<action>ready|config|infer|generate|generate_stream|cancel|stats|trace/setting))?"
 )
 _ACTIONS: Final = {
     None: ("metadata", _READ),
@@ -76,6 +79,7 @@ _ACTIONS: Final = {
     "generate_stream": ("generate_stream", _RUN),
     "cancel": ("cancel", _RUN),
     "stats": ("statistics", _READ),
+    "trace/setting": ("trace_setting", _CHANGE),
 }
 
 _ABSOLUTE: Final = re.compile(r"https?://[^/?]*", re.IGNORECASE)
@@ -89,7 +93,7 @@ def find_route(target: str) -> Route | None:
     if path in _FIXED:
         return _FIXED[path]
     match = _MODEL.fullmatch(path)
-    if match is None:
+    if match is None or (match["version"] and match["action"] == "trace/setting"):  # versions have none of their own
         return None
     action, methods = _ACTIONS[match["action"]]
     return Route(action, methods, match["model"], match["version"])

@@ -18,6 +18,7 @@ from trio_infer.api.header_patterns import HeaderPattern
 from trio_infer.api.infer import answer_infer
 from trio_infer.api.restrictions import Restrictions
 from trio_infer.api.routes import Route, find_route
+from trio_infer.api.settings import logging_settings, trace_settings
 from trio_infer.api.statistics import metrics, statistics
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.lifecycle import Life
@@ -30,7 +31,7 @@ from trio_infer.wire.serve import JSON, Exchange
 
 __all__ = ["EXTENSIONS", "V2"]
 
-EXTENSIONS: Final = ("model_configuration", "binary_tensor_data", "parameters", "statistics")
+EXTENSIONS: Final = ("model_configuration", "binary_tensor_data", "parameters", "statistics", "trace", "logging")
 """The protocol's extensions that are served."""
 
 
@@ -138,6 +139,8 @@ _ANSWERS: Final[dict[str, Callable[[V2, Exchange, Route], Awaitable[None]]]] = {
     "cancel": cancel,
     "statistics": statistics,
     "metrics": metrics,
+    "logging": logging_settings,
+    "trace_setting": trace_settings,
 }
 
 

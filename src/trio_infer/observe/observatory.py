@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from trio_infer.lifecycle import LifeWatcher
+from trio_infer.observe.custom_metrics import CustomMetrics
+from trio_infer.observe.log_settings import LogSettings
 from trio_infer.observe.metrics_policy import MetricsPolicy
 from trio_infer.observe.model_statistics import ModelStatistics
 from trio_infer.observe.statistics import RequestCounters
+from trio_infer.observe.trace_settings import TraceSettings
 
 if TYPE_CHECKING:  # prometheus-client takes a sixth of a second to import
     from trio_infer.observe.metrics import Collector
@@ -23,10 +26,14 @@ class Observatory:
         metrics: what `/metrics` has; None for no metrics.
         abandoned: gives, for each model, its name and how many instances work on for nobody.
         connections: how many are open.
+        traces: what is traced; None for the defaults.
+        logs: what is logged; None if that is for another program to say.
 
     Attributes:
         requests: counters of clients' requests.
         models: each model's books.
+        custom: metrics that models keep.
+        traces, logs: settings.
         collector: of all metrics, for `/metrics` or a registry of your own; None without metrics.
     """
 
@@ -36,15 +43,25 @@ class Observatory:
         *,
         abandoned: Callable[[], Iterable[tuple[str, int]]] = tuple,
         connections: Callable[[], int] = int,
+        traces: TraceSettings | None = None,
+        logs: LogSettings | None = None,
     ) -> None:
         self.requests: RequestCounters = RequestCounters()
         self.models: ModelStatistics = ModelStatistics(quantiles=metrics is not None and metrics.summary_latencies)
+        self.custom: CustomMetrics = CustomMetrics()
+        self.traces: TraceSettings = traces or TraceSettings()
+        self.logs: LogSettings | None = logs
         self.collector: Collector | None = None
         if metrics is not None:
             from trio_infer.observe.metrics import Collector
 
             self.collector = Collector(
-                self.models, self.requests, metrics, abandoned=abandoned, connections=connections
+                self.models,
+                self.requests,
+                metrics,
+                abandoned=abandoned,
+                connections=connections,
+                others=[self.custom],
             )
 
     @property
