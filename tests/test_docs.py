@@ -297,6 +297,7 @@ def anchors(page: Path) -> set[str]:
 
 def test_each_table_that_is_generated_has_a_row_for_each_of_its_facts() -> None:
     from trio_infer.lifecycle import NEXT, OUTCOMES
+    from trio_infer.observe.metrics import FAMILIES
     from trio_infer.protocol.datatypes import Datatype
     from trio_infer.wire.sights import ROWS
 
@@ -307,6 +308,7 @@ def test_each_table_that_is_generated_has_a_row_for_each_of_its_facts() -> None:
     spec.loader.exec_module(generated)
     assert len(generated.sights().splitlines()) == 2 + len(ROWS)
     assert len(generated.phases().splitlines()) == 2 + len(NEXT)
+    assert len(generated.metrics().splitlines()) == 2 + len(FAMILIES)
     assert len(generated.datatypes().splitlines()) == 2 + len(Datatype)
     assert all(outcome.value in generated.phases() for outcomes in OUTCOMES.values() for outcome in outcomes)
     shown = set(re.findall(r"`(--[\w-]+)`", generated.options()))

@@ -291,7 +291,7 @@ def test_the_command_serves_metrics_on_a_port_of_their_own_and_says_if_that_is_t
     command = Command.start("--metrics-config=summary_latencies=true", "--metrics-config", "counter_latencies=false")
     try:
         command.ready()
-        port = int(command.await_log("metrics on http://127.0.0.1:").rpartition(":")[2])
+        port = int(command.await_log("metrics on http://127.0.0.1:").rpartition(":")[2].rstrip('"'))
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
             text = answer.read().decode()
         assert "nv_inference_request_summary_us" in text

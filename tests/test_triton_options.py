@@ -132,7 +132,7 @@ def test_what_has_no_effect_is_warned_of_once_each_and_grpc_in_silence(
     command.ready()
     command.process.send_signal(signal.SIGTERM)
     assert command.end() == 0
-    warnings = [line.partition("WARNING ")[2] for line in command.log if "WARNING" in line]
+    warnings = [line.partition('] "')[2].removesuffix('"') for line in command.log if line.startswith("W")]
     assert warnings == [
         "--backend-config has no effect: backends have no settings here",
         "--pinned-memory-pool-byte-size has no effect: there is no pinned memory",

@@ -18,6 +18,7 @@ from trio_infer.api.routes import find_route
 from trio_infer.errors import ErrorCode
 from trio_infer.lifecycle import NEXT, OUTCOMES, Outcome, Phase
 from trio_infer.limits import DisconnectPolicy
+from trio_infer.observe.metrics import FAMILIES
 from trio_infer.options import Options
 from trio_infer.protocol.datatypes import Datatype
 from trio_infer.wire.sights import ROWS, Action, Sight
@@ -28,6 +29,7 @@ __all__ = [
     "endpoints",
     "errors",
     "life",
+    "metrics",
     "options",
     "outcomes",
     "phases",
@@ -250,6 +252,16 @@ def endpoints() -> str:
     return _table(["method", "path", "answer"], [row(path) for path in _ENDPOINTS])
 
 
+def metrics() -> str:
+    """The metrics of the server's own."""
+
+    def row(name: str, kind: str, labels: Sequence[str], about: str, when: str) -> Sequence[str]:
+        shown = " ".join(f"`{label}`" for label in labels) or "–"
+        return [f"`{name}`", kind, shown, f"{about}{f' (with {when})' if when else ''}"]
+
+    return _table(["metric", "kind", "labels", "what it says"], [row(*attrs.astuple(each)) for each in FAMILIES])
+
+
 def errors() -> str:
     """The codes that a model may choose, and their statuses."""
     return _table(["code", "status"], [[f"`{code.name}`", str(code.status)] for code in ErrorCode])
@@ -257,5 +269,5 @@ def errors() -> str:
 
 GENERATED = {
     function.__name__: function
-    for function in (datatypes, endpoints, errors, life, options, outcomes, phases, policies, sights)
+    for function in (datatypes, endpoints, errors, life, metrics, options, outcomes, phases, policies, sights)
 }

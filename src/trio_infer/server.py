@@ -306,6 +306,7 @@ class Server:
                     for listener in front.listeners or ():
                         await listener.aclose()
                 await self._unload()
+                self._observatory.close()
 
     async def _open(self, front: Front) -> _Door:
         listeners: Sequence[trio.abc.Listener[trio.abc.Stream]] | None = front.listeners

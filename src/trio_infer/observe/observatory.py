@@ -11,6 +11,7 @@ from trio_infer.observe.log_settings import LogSettings
 from trio_infer.observe.metrics_policy import MetricsPolicy
 from trio_infer.observe.model_statistics import ModelStatistics
 from trio_infer.observe.statistics import RequestCounters
+from trio_infer.observe.trace_log import TraceLog
 from trio_infer.observe.trace_settings import TraceSettings
 
 if TYPE_CHECKING:  # prometheus-client takes a sixth of a second to import
@@ -51,6 +52,7 @@ class Observatory:
         self.custom: CustomMetrics = CustomMetrics()
         self.traces: TraceSettings = traces or TraceSettings()
         self.logs: LogSettings | None = logs
+        self._trace_log = TraceLog(self.traces)
         self.collector: Collector | None = None
         if metrics is not None:
             from trio_infer.observe.metrics import Collector
@@ -67,7 +69,11 @@ class Observatory:
     @property
     def watchers(self) -> Sequence[LifeWatcher]:
         """What must be told of each life."""
-        return (self.requests, self.models)
+        return (self.requests, self.models, self._trace_log)
+
+    def close(self) -> None:
+        """No more will come."""
+        self._trace_log.close()
 
     def exposition(self) -> tuple[str, bytes] | None:
         """The content type and the text of `/metrics`; None without metrics."""

@@ -6,6 +6,7 @@ setting back, on the level that is asked. Numbers are strings on the wire, as Tr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -47,6 +48,7 @@ class TraceSettings:
         self._start = {**DEFAULTS, **(start or {})}
         self._common: dict[str, Any] = {}
         self._models: dict[str, dict[str, Any]] = {}
+        self._seen: Counter[str] = Counter()
 
     def of(self, model: str = "") -> dict[str, Any]:
         """The settings that hold for a model; for all that have none of their own, if it is ""."""
@@ -62,6 +64,7 @@ class TraceSettings:
             InferError: one of them is none, or can't be changed.
         """
         checked = {name: None if value is None else _check(name, value) for name, value in changes.items()}
+        self._seen.pop(model, None)
         own = self._models.setdefault(model, {}) if model else self._common
         for name, value in checked.items():
             if value is None:
@@ -70,6 +73,24 @@ class TraceSettings:
                 own[name] = value
         if model and not own:
             del self._models[model]
+
+    def take(self, model: str) -> dict[str, Any] | None:
+        """A request for a model has ended: the settings if it is to be traced, which counts it; else None.
+
+        Requests are counted together for all models that have no settings of their own.
+        """
+        settings = self.of(model)
+        if "TIMESTAMPS" not in settings["trace_level"] or not settings["trace_file"]:
+            return None
+        scope = model if model in self._models else ""
+        self._seen[scope] += 1
+        rate, count = int(settings["trace_rate"]), int(settings["trace_count"])
+        if not rate or self._seen[scope] % rate or not count:
+            return None
+        if count > 0:  # what is shown is how many are left, as in Triton
+            levels = (self._models.get(model, {}), self._common, self._start)
+            next(level for level in levels if "trace_count" in level)["trace_count"] = str(count - 1)
+        return settings
 
 
 def _check(name: str, value: Any) -> Any:
