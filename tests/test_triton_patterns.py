@@ -231,14 +231,20 @@ class Hosted:
         return getattr(self._runner, name)
 
 
-@pytest.fixture
-def models(tmp_path: Path) -> list[Any]:
-    for name, (code, text) in REPOSITORY.items():
-        (tmp_path / name / "1").mkdir(parents=True)
-        (tmp_path / name / "config.pbtxt").write_text(text)
-        (tmp_path / name / "1" / "model.py").write_text(HEAD + textwrap.dedent(code))
-    host = FakeHost()
-    return [Hosted(runner, host) for runner in find_models([tmp_path])]
+@pytest.fixture(params=["process", "thread"])
+def models(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    """Runners of the models of those names, or of all."""
+
+    def write(*names: str) -> list[Any]:
+        for name in names or REPOSITORY:
+            code, text = REPOSITORY[name]
+            (tmp_path / name / "1").mkdir(parents=True)
+            (tmp_path / name / "config.pbtxt").write_text(text)
+            (tmp_path / name / "1" / "model.py").write_text(HEAD + textwrap.dedent(code))
+        host = FakeHost()
+        return [Hosted(runner, host) for runner in find_models([tmp_path], execution=request.param)]
+
+    return write
 
 
 @pytest.fixture
@@ -269,8 +275,8 @@ def data(answer: Any) -> dict[str, Any]:
 AB = infer(A=[3.0, 4.0], B=[1.0, 2.0])
 
 
-async def test_the_patterns_answer_as_on_triton(models: list[Any]) -> None:
-    async with serving(*models) as served:
+async def test_the_patterns_answer_as_on_triton(models: Any) -> None:
+    async with serving(*models()) as served:
         client = await served.connect()
         expected = {
             "add_sub": (AB, {"SUM": [4, 6], "DIFFERENCE": [2, 2]}),
@@ -296,8 +302,8 @@ async def test_the_patterns_answer_as_on_triton(models: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("model", ["repeat", "relay"])
-async def test_one_instance_streams_to_many_clients_at_once(models: list[Any], model: str) -> None:
-    async with serving(*models) as served:
+async def test_one_instance_streams_to_many_clients_at_once(models: Any, model: str) -> None:
+    async with serving(*models("repeat", *{model} - {"repeat"})) as served:
         clients = [await served.connect() for _ in range(4)]
         long = [float(n) for n in range(50)]
         for client in clients:
@@ -314,8 +320,8 @@ async def test_one_instance_streams_to_many_clients_at_once(models: list[Any], m
 
 
 @pytest.mark.parametrize("model", ["repeat", "relay"])
-async def test_an_error_is_a_status_before_the_first_event_and_an_event_after_it(models: list[Any], model: str) -> None:
-    async with serving(*models) as served:
+async def test_an_error_is_a_status_before_the_first_event_and_an_event_after_it(models: Any, model: str) -> None:
+    async with serving(*models("repeat", *{model} - {"repeat"})) as served:
         client = await served.connect()
         answer = await client.ask(post(model, "generate_stream", {"IN": [-1, 1]}))
         assert (answer.status, answer.json) == (400, {"error": "a negative value"})
@@ -327,8 +333,8 @@ async def test_an_error_is_a_status_before_the_first_event_and_an_event_after_it
 
 
 @pytest.mark.parametrize("model", ["bls_decoupled", "relay"])
-async def test_a_client_that_leaves_stops_the_model_behind_the_model(models: list[Any], model: str, log: Any) -> None:
-    async with serving(*models) as served:
+async def test_a_client_that_leaves_stops_the_model_behind_the_model(models: Any, model: str, log: Any) -> None:
+    async with serving(*models("repeat", *{model} - {"repeat"})) as served:
         client = await served.connect()
         await client.send(post(model, "generate_stream", {"IN": [1.0] * 100_000}))
         await log.wait_for("100000 to repeat")
