@@ -61,11 +61,18 @@ MISUSE = {
     "histogram.Metric()": "metric 'h' needs buckets, got None",
     "histogram.Metric(buckets=[2, 1])": "the buckets of metric 'h' must ascend, got [2.0, 1.0]",
     "histogram.Metric(buckets=['x'])": "metric 'h' is a number, got 'x'",
-    "histogram.Metric(buckets=[1]).value()": "metric 'h' is a histogram, which has no value()",
-    "histogram.Metric(buckets=[1]).increment(1)": "metric 'h' is a histogram, which has no increment()",
-    "counter.Metric().increment(-1)": "metric 'c' is a counter, which can't be incremented by -1",
-    "counter.Metric().set(1)": "metric 'c' is a counter, which has no set()",
-    "counter.Metric().observe(1)": "metric 'c' is a counter, which has no observe()",
+    "histogram.Metric(buckets=[1]).value()": (
+        "TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Value: metric 'h' is a histogram"
+    ),
+    "histogram.Metric(buckets=[1]).increment(1)": (
+        "TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Increment: metric 'h' is a histogram"
+    ),
+    "counter.Metric().increment(-1)": (
+        "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values; "
+        "metric 'c' got -1"
+    ),
+    "counter.Metric().set(1)": "TRITONSERVER_METRIC_KIND_COUNTER does not support Set: metric 'c' is a counter",
+    "counter.Metric().observe(1)": "TRITONSERVER_METRIC_KIND_COUNTER does not support Observe: metric 'c' is a counter",
     "counter.Metric().increment(float('nan'))": "metric 'c' is a number, got nan",
 }
 

@@ -99,7 +99,10 @@ class Metric:
         """
         number = _number(self._name, value)
         if self._kind == "counter" and number < 0:
-            raise TritonModelException(f"metric '{self._name}' is a counter, which can't be incremented by {value}")
+            raise TritonModelException(
+                "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values; "
+                f"metric '{self._name}' got {value}"
+            )
         self._change("increment", ("counter", "gauge"), number)
 
     def set(self, value: float) -> None:
@@ -133,7 +136,10 @@ class Metric:
         value: float = 0.0,
     ) -> float:
         if self._kind not in kinds:
-            raise TritonModelException(f"metric '{self._name}' is a {self._kind}, which has no {operation}()")
+            raise TritonModelException(
+                f"TRITONSERVER_METRIC_KIND_{self._kind.upper()} does not support {operation.capitalize()}: "
+                f"metric '{self._name}' is a {self._kind}"
+            )
         with _said_by_the_server():
             return self._bridge.change_metric(self._name, self._labels, operation, value)
 
