@@ -43,6 +43,8 @@ __all__ = ["STATUS", "CancelReason", "Life", "LifeWatcher", "LifecycleError", "O
 class Phase(enum.Enum):
     """Where a request is."""
 
+    __hash__ = object.__hash__  # as good for single values, and not in Python: a request hashes some 25 of these
+
     RECEIVING = "receiving"
     QUEUED = "queued"
     RUNNING = "running"
@@ -52,6 +54,8 @@ class Phase(enum.Enum):
 
 class Outcome(enum.Enum):
     """How a request ended."""
+
+    __hash__ = object.__hash__
 
     COMPLETED = "completed"
     """Answered with a 2xx, to the last byte."""

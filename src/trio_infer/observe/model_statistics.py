@@ -71,6 +71,8 @@ STOP_SECONDS: Final = (0.001, 0.01, 0.1, 1.0, 10.0)
 class FailureReason(enum.Enum):
     """Why a request failed; the words are Triton's, which writes CANCELED with one l."""
 
+    __hash__ = object.__hash__
+
     REJECTED = "REJECTED"
     CANCELED = "CANCELED"
     BACKEND = "BACKEND"
@@ -267,8 +269,11 @@ class ModelBooks:
     def work_and_life_ended(self, life: Life, timing: Timing) -> None:
         parts = _parts(timing)
         self.executions += 1
-        size = life.rows if life.rows in self.batches or len(self.batches) < MOST_BATCH_SIZES else max(self.batches)
-        self.batches.setdefault(size, _Compute()).add(parts)
+        batch = self.batches.get(life.rows)
+        if batch is None:
+            size = life.rows if len(self.batches) < MOST_BATCH_SIZES else max(self.batches)
+            batch = self.batches.setdefault(size, _Compute())
+        batch.add(parts)
         assert life.outcome is not None
         worked = max(timing.ended - timing.begun, 0)
         after = min(max(timing.ended - life.struck_at, 0), worked) if life.struck_at else 0

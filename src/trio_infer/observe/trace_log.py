@@ -47,11 +47,11 @@ class TraceLog:
         pass
 
     def life_ended(self, life: Life) -> None:
-        if life.model and (life.timing is None or life.timing.ended):
+        if self._settings.on and life.model and (life.timing is None or life.timing.ended):
             self._trace(life)
 
     def work_ended(self, life: Life) -> None:
-        if life.model and life.outcome is not None:
+        if self._settings.on and life.model and life.outcome is not None:
             self._trace(life)
 
     def close(self) -> None:

@@ -49,6 +49,8 @@ class TraceSettings:
         self._common: dict[str, Any] = {}
         self._models: dict[str, dict[str, Any]] = {}
         self._seen: Counter[str] = Counter()
+        self.on: bool = self._any_on()
+        """Whether any request may be traced."""
 
     def of(self, model: str = "") -> dict[str, Any]:
         """The settings that hold for a model; for all that have none of their own, if it is ""."""
@@ -73,6 +75,11 @@ class TraceSettings:
                 own[name] = value
         if model and not own:
             del self._models[model]
+        self.on = self._any_on()
+
+    def _any_on(self) -> bool:
+        levels = (self._start, self._common, *self._models.values())
+        return bool(self._start["trace_file"]) and any("TIMESTAMPS" in each.get("trace_level", ()) for each in levels)
 
     def take(self, model: str) -> dict[str, Any] | None:
         """A request for a model has ended: the settings if it is to be traced, which counts it; else None.
@@ -80,7 +87,7 @@ class TraceSettings:
         Requests are counted together for all models that have no settings of their own.
         """
         settings = self.of(model)
-        if "TIMESTAMPS" not in settings["trace_level"] or not settings["trace_file"]:
+        if not self.on or "TIMESTAMPS" not in settings["trace_level"]:
             return None
         scope = model if model in self._models else ""
         self._seen[scope] += 1
