@@ -69,6 +69,8 @@ class Observatory:
     @property
     def watchers(self) -> Sequence[LifeWatcher]:
         """What must be told of each life."""
+        if not self.traces.of()["trace_file"]:  # which is given at the start or never
+            return (self.requests, self.models)
         return (self.requests, self.models, self._trace_log)
 
     def close(self) -> None:
