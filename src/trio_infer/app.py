@@ -107,6 +107,7 @@ def _run(options: Options, logs: LogSettings) -> int:
         header_forward_pattern=options.http_header_forward_pattern,
         traces=TraceSettings(options.traces.settings()),
         logs=logs,
+        allow_client_shm=options.allow_client_shm,
     )
     names = dict.fromkeys(name for name, _ in server.statistics().models)
     if not names:

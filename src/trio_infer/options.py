@@ -105,6 +105,8 @@ class Options:
         http_restricted_api: CATEGORY[,CATEGORY...]:HEADER=VALUE; endpoints of these categories are answered only to who
             sends that header with that value; may be given several times. (Categories: health, metadata, inference,
             shared-memory, model-config, model-repository, statistics, trace, logging.)
+        allow_client_shm: clients may register shared memory of this machine, and pass tensors through it; for trusted
+            clients only. (Triton: false, too.)
         id: the server's name in its metadata. (Triton: triton.)
         bad_json_status: what a request with unreadable JSON is answered. (Triton: 500; choose 400 if your alarms count
             5xx.)
@@ -156,6 +158,7 @@ class Options:
     reuse_http_port: Annotated[bool, Parameter(group=_HTTP)] = False
     http_header_forward_pattern: Annotated[str, Parameter(group=_HTTP, show_default=False)] = ""
     http_restricted_api: Annotated[tuple[str, ...], Parameter(group=_HTTP, negative=(), show_default=False)] = ()
+    allow_client_shm: Annotated[bool, Parameter(group=_HTTP)] = False
     id: Annotated[str, Parameter(group=_HTTP)] = "trio-infer"
     bad_json_status: Annotated[Literal[500, 400], Parameter(group=_HTTP)] = attrs.field(
         default=500, validator=validators.in_((500, 400))

@@ -23,6 +23,7 @@ import trio
 
 from trio_infer.api.fronts import Front
 from trio_infer.api.header_patterns import HeaderPattern
+from trio_infer.api.regions import RegionRegistry
 from trio_infer.api.restrictions import Restrictions
 from trio_infer.api.v2 import V2
 from trio_infer.errors import ModelLoadError, SetupError
@@ -152,6 +153,7 @@ class Server:
             requests; "" for none.
         traces: what `/v2/trace/setting` says and changes.
         logs: what `/v2/logging` says and changes; None, the default, if logging is the program's own affair.
+        allow_client_shm: clients may register shared memory of this machine, and pass tensors through it.
 
     Raises:
         ModelLoadError: two models have one name and version, or one can't be a model.
@@ -177,6 +179,7 @@ class Server:
         header_forward_pattern: str = "",
         traces: TraceSettings | None = None,
         logs: LogSettings | None = None,
+        allow_client_shm: bool = False,
     ) -> None:
         limits = limits or Limits()
         disconnect = disconnect or DisconnectPolicy()
@@ -213,6 +216,7 @@ class Server:
             observatory=self._observatory,
             restrictions=Restrictions.parse(restricted_apis),
             forwarded=HeaderPattern(header_forward_pattern) if header_forward_pattern else None,
+            regions=RegionRegistry() if allow_client_shm else None,
         )
 
     def statistics(self) -> ServerStatistics:

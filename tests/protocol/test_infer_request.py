@@ -224,12 +224,11 @@ def test_an_input_has_exactly_one_source_of_data(source):
     assert error.status == 400
 
 
-def test_shared_memory_and_classification_are_not_supported_yet():
-    shared = {"parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 4}}
-    assert refusal({"inputs": [tensor(**shared)]}, echo("INT32")).status == 501
-    for parameters in ({"shared_memory_region": "r", "binary_data": False}, {"classification": 2}):
-        document = {"inputs": [tensor(data=[1])], "outputs": [{"name": "Y", "parameters": parameters}]}
-        assert refusal(document, echo("INT32")).status == 501
+def test_shared_memory_is_refused_where_it_is_not_allowed():
+    shared = {"shared_memory_region": "r", "shared_memory_byte_size": 4}
+    assert refusal({"inputs": [tensor(parameters=shared)]}, echo("INT32")).status == 501
+    document = {"inputs": [], "outputs": [{"name": "Y", "parameters": {**shared, "binary_data": False}}]}
+    assert refusal(document, echo("INT32")).status == 501
 
 
 @pytest.mark.parametrize("other", [{"binary_data": True}, {"classification": 2}])

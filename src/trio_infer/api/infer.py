@@ -6,17 +6,20 @@ that is a `Framing`. All else is the same, whichever way a request came in.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
 
 import attrs
 
-from trio_infer.api.bodies import off_the_loop, read_body
+from trio_infer.api.bodies import OFF_THE_LOOP, off_the_loop, read_body
 from trio_infer.api.header_patterns import HeaderPattern
+from trio_infer.api.regions import RegionRegistry
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.limits import Limits
 from trio_infer.protocol.compression import choose_encoding, compress
-from trio_infer.protocol.infer import EncodedResponse, decode_request, encode_response, parse_header_length
+from trio_infer.protocol.infer import NO_LABELS, EncodedResponse, decode_request, encode_response, parse_header_length
+from trio_infer.protocol.regions import NO_REGIONS
 from trio_infer.protocol.values import InferResponse, ResponsePlan
 from trio_infer.scheduling.catalog import ServedModel
 from trio_infer.wire.headers import Headers
@@ -61,6 +64,10 @@ class _ByHeader:
         return headers
 
 
+COPYING: Final = 64
+"""How much less a byte of shared memory counts than one of JSON, when it is decided whether a thread is worth while:
+16 MiB, which are copied at once, hold the loop up for some 5 ms."""
+
 BY_HEADER: Final[Framing] = _ByHeader()
 
 
@@ -72,6 +79,8 @@ async def answer_infer(
     *,
     compressed: bool = True,
     forwarded: HeaderPattern | None = None,
+    regions: RegionRegistry | None = None,
+    labels: Mapping[str, Sequence[str]] = NO_LABELS,
 ) -> None:
     """Read an infer request, run it, and answer with its one response.
 
@@ -81,6 +90,8 @@ async def answer_infer(
         framing: of the dialect.
         compressed: the answer may be, if the client takes that.
         forwarded: which headers become parameters of the request; one that it has already stays as it is.
+        regions: of shared memory; None if clients may not use any.
+        labels: of the classes of those outputs that have some.
 
     Raises:
         InferError: the request is wrong, or the model says so.
@@ -98,9 +109,12 @@ async def answer_infer(
         raise InferError("the request has no body: expected an inference request as JSON")
     with exchange.guard(model.on_disconnect):
         header_length = parse_header_length(announced, len(body), framing.name)
+        size = len(body) if header_length is None else header_length
+        if regions is not None and size < OFF_THE_LOOP and b"shared_memory_region" in bytes(body[:size]):
+            size += regions.byte_size // COPYING
         request, plan = await off_the_loop(
-            len(body) if header_length is None else header_length,
-            partial(decode_request, limits=limits, is_cancelled=lambda: life.cancelled),
+            size,
+            partial(decode_request, limits=limits, is_cancelled=lambda: life.cancelled, regions=regions or NO_REGIONS),
             body,
             header_length,
             signature,
@@ -117,9 +131,7 @@ async def answer_infer(
         await model.infer(life, request, keep)
         if len(responses) != 1:
             raise InferError(f"expected a single response, got {len(responses)}", ErrorCode.INTERNAL)
-        encoded = await off_the_loop(
-            _json_size(responses[0], plan), encode_response, responses[0], request, plan, signature
-        )
+        encoded = await off_the_loop(_work(responses[0], plan), encode_response, responses[0], request, plan, signature)
         headers, buffers = framing.headers(encoded), encoded.buffers
         encoding = choose_encoding(exchange.header(b"accept-encoding")) if compressed else None
         if encoding is not None:
@@ -129,7 +141,12 @@ async def answer_infer(
         await exchange.respond(200, headers, buffers)
 
 
-def _json_size(response: InferResponse, plan: ResponsePlan) -> int:
-    """About how many bytes of the response go as JSON."""
-    given = response.outputs.items()  # anything that numpy can make an array of; lists are not worth measuring
-    return sum(getattr(array, "nbytes", 0) for name, array in given if not plan.is_binary(name))
+def _work(response: InferResponse, plan: ResponsePlan) -> int:
+    """About how much work it is to encode the response, in bytes of JSON."""
+    work = 0
+    for name, array in response.outputs.items():
+        wanted = plan.find(name)
+        if wanted is not None and not wanted.binary:
+            # Anything that numpy can make an array of; lists are not worth measuring.
+            work += getattr(array, "nbytes", 0) // (COPYING if wanted.place else 1)
+    return work

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Final
+from urllib.parse import unquote
 
 import attrs
 
@@ -20,12 +21,14 @@ class Route:
         methods: that it may be asked with.
         model: the model's name, as it stands in the path; "" if none is asked for.
         version: None for whichever is newest.
+        rest: what else is in the path: of "shared_memory" the kind, the operation, and the region's name, or "".
     """
 
     action: str
     methods: tuple[str, ...]
     model: str = ""
     version: str | None = None
+    rest: tuple[str, ...] = ()
 
     @property
     def category(self) -> str:
@@ -82,6 +85,10 @@ _ACTIONS: Final = {
     "trace/setting": ("trace_setting", _CHANGE),
 }
 
+_SHARED_MEMORY: Final = re.compile(
+    r"/v2/(?P<kind>system|cuda)sharedmemory(?:/region/(?P<region>[^/]+))?/(?P<operation>status|register|unregister)"
+)
+
 _ABSOLUTE: Final = re.compile(r"https?://[^/?]*", re.IGNORECASE)
 
 
@@ -92,6 +99,12 @@ def find_route(target: str) -> Route | None:
         path = _ABSOLUTE.sub("", path, count=1) or "/"
     if path in _FIXED:
         return _FIXED[path]
+    match = _SHARED_MEMORY.fullmatch(path)
+    if match is not None:
+        kind, region, operation = match.groups()
+        # Decoded, unlike models' names: infer requests name the region in JSON, where nothing is encoded.
+        rest = (kind, operation, unquote(region or "", errors="replace"))
+        return Route("shared_memory", _READ if operation == "status" else _RUN, rest=rest)
     match = _MODEL.fullmatch(path)
     if match is None or (match["version"] and match["action"] == "trace/setting"):  # versions have none of their own
         return None

@@ -16,9 +16,11 @@ from trio_infer.api.cancel import cancel
 from trio_infer.api.generate import answer_generate, answer_generate_stream
 from trio_infer.api.header_patterns import HeaderPattern
 from trio_infer.api.infer import answer_infer
+from trio_infer.api.regions import RegionRegistry
 from trio_infer.api.restrictions import Restrictions
 from trio_infer.api.routes import Route, find_route
 from trio_infer.api.settings import logging_settings, trace_settings
+from trio_infer.api.shared_memory import shared_memory
 from trio_infer.api.statistics import metrics, statistics
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.lifecycle import Life
@@ -29,10 +31,7 @@ from trio_infer.protocol.metadata import model_metadata, server_metadata
 from trio_infer.scheduling.catalog import Catalog, ServedModel
 from trio_infer.wire.serve import JSON, Exchange
 
-__all__ = ["EXTENSIONS", "V2"]
-
-EXTENSIONS: Final = ("model_configuration", "binary_tensor_data", "parameters", "statistics", "trace", "logging")
-"""The protocol's extensions that are served."""
+__all__ = ["V2"]
 
 
 @attrs.frozen(kw_only=True)
@@ -48,6 +47,7 @@ class V2:
         observatory: what has been seen of the requests.
         restrictions: which endpoints ask for a header.
         forwarded: which headers become parameters of infer requests.
+        regions: of shared memory; None if clients may not use any.
     """
 
     catalog: Catalog
@@ -58,6 +58,7 @@ class V2:
     observatory: Observatory = attrs.field(factory=Observatory)
     restrictions: Restrictions = attrs.field(factory=Restrictions)
     forwarded: HeaderPattern | None = None
+    regions: RegionRegistry | None = None
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request, or raise the error that is to be answered."""
@@ -83,7 +84,12 @@ class V2:
             await exchange.respond(200 if self.catalog.ready else 400, PLAIN)
 
     async def server(self, exchange: Exchange, route: Route) -> None:
-        await _respond_json(exchange, server_metadata(self.name, __version__, EXTENSIONS))
+        await _respond_json(exchange, server_metadata(self.name, __version__, self.extensions()))
+
+    def extensions(self) -> list[str]:
+        """The protocol's extensions that are served, in Triton's order."""
+        served = {*_ANSWERS, "system_shared_memory"} if self.regions is not None else set(_ANSWERS)
+        return [name for name, needed in _EXTENSIONS if needed in served]
 
     async def metadata(self, exchange: Exchange, route: Route) -> None:
         model = self.catalog.find_ready(route.model, route.version)
@@ -104,7 +110,7 @@ class V2:
 
     async def infer(self, exchange: Exchange, route: Route) -> None:
         model = self.find(exchange, route.model, route.version)
-        await answer_infer(exchange, model, self.limits, forwarded=self.forwarded)
+        await answer_infer(exchange, model, self.limits, forwarded=self.forwarded, regions=self.regions)
 
     async def generate(self, exchange: Exchange, route: Route) -> None:
         await answer_generate(exchange, self.find(exchange, route.model, route.version), self.limits)
@@ -141,7 +147,23 @@ _ANSWERS: Final[dict[str, Callable[[V2, Exchange, Route], Awaitable[None]]]] = {
     "metrics": metrics,
     "logging": logging_settings,
     "trace_setting": trace_settings,
+    "shared_memory": shared_memory,
 }
+
+
+_EXTENSIONS: Final = (
+    ("classification", "infer"),
+    ("model_repository", "load"),
+    ("model_repository(unload_dependents)", "unload"),
+    ("model_configuration", "config"),
+    ("system_shared_memory", "system_shared_memory"),
+    ("binary_tensor_data", "infer"),
+    ("parameters", "infer"),
+    ("statistics", "statistics"),
+    ("trace", "trace_setting"),
+    ("logging", "logging"),
+)
+"""Extensions, and what each needs: an action that is answered, or the shared memory of this machine."""
 
 
 async def _respond_json(exchange: Exchange, value: object) -> None:

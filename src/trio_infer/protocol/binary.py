@@ -22,7 +22,7 @@ from trio_infer.protocol.shapes import element_count
 from trio_infer.protocol.tensors import object_array
 from trio_infer.protocol.values import Array
 
-__all__ = ["bytes_to_array", "to_buffer"]
+__all__ = ["bytes_to_array", "check_bytes", "to_buffer"]
 
 _PREFIX: Final = struct.Struct("<I")
 
@@ -47,12 +47,7 @@ def bytes_to_array(
     count = element_count(shape, datatype, name)
     if datatype is Datatype.BYTES:
         return _strings(bytes(data), count, name, model, request_id).reshape(shape)
-    if data.nbytes != count * datatype.itemsize:
-        raise refuse(
-            request_id,
-            f"input byte size mismatch for input '{name}' for model '{model}'. "
-            f"Expected {count * datatype.itemsize}, got {data.nbytes}",
-        )
+    check_bytes(data.nbytes, count, datatype, name, model=model, request_id=request_id)
     data = data.toreadonly()
     if datatype is Datatype.BF16:
         return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4").reshape(shape)
@@ -61,6 +56,20 @@ def bytes_to_array(
         raw = np.frombuffer(data, np.uint8)
         return (raw.view(np.bool_) if not raw.size or raw.max() <= 1 else raw != 0).reshape(shape)
     return np.frombuffer(data, datatype.dtype).reshape(shape)
+
+
+def check_bytes(size: int, count: int, datatype: Datatype, name: str, *, model: str, request_id: str) -> None:
+    """Check that a tensor has as many bytes as its elements take; of BYTES that can't be told beforehand.
+
+    Raises:
+        InferError: it has more or fewer.
+    """
+    if datatype is not Datatype.BYTES and size != count * datatype.itemsize:
+        raise refuse(
+            request_id,
+            f"input byte size mismatch for input '{name}' for model '{model}'. "
+            f"Expected {count * datatype.itemsize}, got {size}",
+        )
 
 
 def _strings(data: bytes, count: int, name: str, model: str, request_id: str) -> Array:

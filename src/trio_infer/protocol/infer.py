@@ -15,7 +15,8 @@ Errors are Triton's, text and status, with what was expected and what came behin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
@@ -24,16 +25,21 @@ import orjson
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.limits import Limits
 from trio_infer.protocol.binary import to_buffer
+from trio_infer.protocol.classification import check_classifiable, classify
+from trio_infer.protocol.datatypes import Datatype
 from trio_infer.protocol.fields import clip, found, optional, refuse, required, wrong_type
 from trio_infer.protocol.inputs import read_inputs, read_raw_input
 from trio_infer.protocol.jsontext import dumps, loads
 from trio_infer.protocol.outputs import select
 from trio_infer.protocol.parameters import read_parameters
+from trio_infer.protocol.regions import NO_REGIONS, Place, Regions, find_place
 from trio_infer.protocol.shapes import check_size
 from trio_infer.protocol.tensors import to_json
 from trio_infer.protocol.values import InferRequest, InferResponse, RequestedOutput, ResponsePlan, Signature
 
-__all__ = ["EncodedResponse", "decode_request", "encode_response", "parse_header_length", "read_document"]
+__all__ = ["NO_LABELS", "EncodedResponse", "decode_request", "encode_response", "parse_header_length", "read_document"]
+
+NO_LABELS: Final[Mapping[str, Sequence[str]]] = MappingProxyType({})
 
 _INTEGER: Final = re.compile(r"-?[0-9]{1,20}")
 
@@ -105,6 +111,7 @@ def decode_request(
     *,
     limits: Limits,
     is_cancelled: Callable[[], bool] | None = None,
+    regions: Regions = NO_REGIONS,
 ) -> tuple[InferRequest, ResponsePlan]:
     """An infer request, checked against the model.
 
@@ -114,6 +121,7 @@ def decode_request(
         signature: the model's.
         limits: `http_max_input_size` and `max_json_depth` are looked at.
         is_cancelled: goes into the request.
+        regions: of shared memory that tensors may come from and go to.
 
     Returns:
         The request, and how its client wants the answer.
@@ -133,14 +141,14 @@ def decode_request(
         request = InferRequest(signature.name, signature.version, read_raw_input(view, signature, limits))
         plan = ResponsePlan(binary_default=True)
     else:
-        request, plan = _decode_document(view, header_length, signature, limits)
+        request, plan = _decode_document(view, header_length, signature, limits, regions)
     if is_cancelled is not None:
         request = attrs.evolve(request, is_cancelled=is_cancelled)
     return request, plan
 
 
 def _decode_document(
-    view: memoryview, header_length: int | None, signature: Signature, limits: Limits
+    view: memoryview, header_length: int | None, signature: Signature, limits: Limits, regions: Regions
 ) -> tuple[InferRequest, ResponsePlan]:
     end = view.nbytes if header_length is None else header_length
     document = read_document(view[:end], limits)
@@ -148,12 +156,12 @@ def _decode_document(
     parameters, binary_default = read_parameters(document)
     members = required(document, "inputs", list)
     outputs = optional(document, "outputs", list, [])
-    plan = ResponsePlan(_read_outputs(outputs, signature, request_id), binary_default)
+    plan = ResponsePlan(_read_outputs(outputs, signature, request_id, regions), binary_default)
     _check_sendable(plan, signature)
     request = InferRequest(
         model_name=signature.name,
         model_version=signature.version,
-        inputs=read_inputs(members, view[end:], signature, request_id, limits),
+        inputs=read_inputs(members, view[end:], signature, request_id, limits, regions),
         id=request_id,
         parameters=parameters,
         requested_outputs=tuple(output.name for output in plan.outputs),
@@ -162,7 +170,9 @@ def _decode_document(
     return request, plan
 
 
-def _read_outputs(members: list[Any], signature: Signature, request_id: str) -> tuple[RequestedOutput, ...]:
+def _read_outputs(
+    members: list[Any], signature: Signature, request_id: str, regions: Regions
+) -> tuple[RequestedOutput, ...]:
     known = [spec.name for spec in signature.outputs]
     outputs: dict[str, RequestedOutput] = {}
     for index, member in enumerate(members):
@@ -183,16 +193,20 @@ def _read_outputs(members: list[Any], signature: Signature, request_id: str) -> 
             if binary or classes:
                 other = "'binary_data'" if binary else "'classification'"
                 raise InferError(f"{where} can't have both 'shared_memory_region' and {other}")
-            raise InferError(f"{where} is to go to shared memory, which is not supported", ErrorCode.UNSUPPORTED)
-        if classes:
-            raise InferError(f"{where} asks for classification, which is not supported", ErrorCode.UNSUPPORTED)
-        outputs[name] = RequestedOutput(name, binary)
+            outputs[name] = RequestedOutput(name, False, place=find_place(parameters, regions, where))
+        else:
+            outputs[name] = RequestedOutput(name, binary, classes)
     return tuple(outputs.values())
 
 
 def _check_sendable(plan: ResponsePlan, signature: Signature) -> None:
     for spec in signature.outputs:
-        if not spec.datatype.in_json and not plan.is_binary(spec.name):
+        output = plan.find(spec.name)
+        if output is None:
+            continue
+        if output.classes:
+            check_classifiable(spec.datatype, spec.name)
+        elif not (spec.datatype.in_json or output.binary or output.place):
             raise InferError(
                 f"sending {spec.datatype.value} data via JSON is not supported. "
                 f"Please use the binary data format for output {spec.name}"
@@ -200,7 +214,11 @@ def _check_sendable(plan: ResponsePlan, signature: Signature) -> None:
 
 
 def encode_response(
-    response: InferResponse, request: InferRequest, plan: ResponsePlan, signature: Signature
+    response: InferResponse,
+    request: InferRequest,
+    plan: ResponsePlan,
+    signature: Signature,
+    labels: Mapping[str, Sequence[str]] = NO_LABELS,
 ) -> EncodedResponse:
     """The answer to an infer request.
 
@@ -208,6 +226,7 @@ def encode_response(
         response: what the model gave.
         request, plan: as decoded.
         signature: the model's.
+        labels: of the classes of those outputs that have some.
 
     Returns:
         JSON, and behind it the bytes of binary outputs in the order in which the JSON lists them.
@@ -218,16 +237,29 @@ def encode_response(
     """
     outputs: list[dict[str, Any]] = []
     buffers: list[bytes | memoryview] = []
+    shared: list[tuple[Place, bytes | memoryview]] = []
     for spec, array in select(response, request.requested_outputs, signature):
-        entry: dict[str, Any] = {"name": spec.name, "datatype": spec.datatype.value, "shape": list(array.shape)}
-        if plan.is_binary(spec.name):
-            buffer = to_buffer(array, spec.datatype, spec.name)
+        wanted = plan.find(spec.name) or RequestedOutput(spec.name, plan.binary_default)
+        datatype = spec.datatype
+        if wanted.classes:
+            batched = signature.max_batch_size > 0
+            array = classify(array, spec.name, wanted.classes, labels.get(spec.name, ()), batched=batched)
+            datatype = Datatype.BYTES
+        entry: dict[str, Any] = {"name": spec.name, "datatype": datatype.value, "shape": list(array.shape)}
+        if wanted.place is not None:
+            buffer = to_buffer(array, datatype, spec.name)
+            _check_room(wanted.place, len(buffer), spec.name)
+            shared.append((wanted.place, buffer))
+        elif wanted.binary:
+            buffer = to_buffer(array, datatype, spec.name)
             entry["parameters"] = {"binary_data_size": len(buffer)}
             if len(buffer):
                 buffers.append(buffer)
         else:
-            entry["data"] = orjson.Fragment(to_json(array, spec.datatype, spec.name))
+            entry["data"] = orjson.Fragment(to_json(array, datatype, spec.name))
         outputs.append(entry)
+    for place, buffer in shared:  # when nothing can be refused any more
+        place.write([buffer])
     document: dict[str, Any] = {"id": request.id} if request.id else {}
     document |= {"model_name": signature.name, "model_version": signature.version}
     if response.parameters:
@@ -241,3 +273,11 @@ def encode_response(
         ) from error
     # With nothing behind the JSON this is plain JSON, even if outputs were asked for as bytes and have none.
     return EncodedResponse([header, *buffers], len(header) if buffers else None)
+
+
+def _check_room(place: Place, size: int, name: str) -> None:
+    if size > place.byte_size:
+        raise InferError(
+            f"shared memory size specified with the request for output '{name}' ({place.byte_size} bytes) should be at "
+            f"least {size} bytes to hold the results"
+        )

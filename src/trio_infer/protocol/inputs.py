@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trio_infer.errors import ErrorCode, InferError
+from trio_infer.errors import InferError
 from trio_infer.limits import Limits
-from trio_infer.protocol.binary import bytes_to_array
+from trio_infer.protocol.binary import bytes_to_array, check_bytes
 from trio_infer.protocol.datatypes import Datatype
 from trio_infer.protocol.fields import clip, found, optional, refuse, required, wrong_type
+from trio_infer.protocol.regions import Regions, find_place
 from trio_infer.protocol.shapes import check_size, check_spec, element_count, fit, read_shape
 from trio_infer.protocol.tensors import json_to_array, object_array
 from trio_infer.protocol.values import Array, Signature, TensorSpec
@@ -47,7 +48,12 @@ class _Tail:
 
 
 def read_inputs(
-    members: list[Any], binary: memoryview, signature: Signature, request_id: str, limits: Limits
+    members: list[Any],
+    binary: memoryview,
+    signature: Signature,
+    request_id: str,
+    limits: Limits,
+    regions: Regions,
 ) -> dict[str, Array]:
     """All inputs of an infer request.
 
@@ -57,6 +63,7 @@ def read_inputs(
         signature: the model's.
         request_id: for messages.
         limits: `http_max_input_size` bounds each JSON tensor.
+        regions: of shared memory, from which inputs may come; they are copied out of it.
 
     Returns:
         Arrays by name, in the request's order.
@@ -77,16 +84,22 @@ def read_inputs(
             raise InferError(
                 f"unexpected inference input '{clip(name)}' for model '{signature.name}' (it takes {_quoted(specs)})"
             )
-        inputs[name] = _read_input(member, specs[name], tail, signature, request_id, limits)
+        inputs[name] = _read_input(member, specs[name], tail, signature, request_id, limits, regions)
     tail.finish()
     check_complete(inputs, signature, request_id)
     return inputs
 
 
 def _read_input(
-    member: dict[str, Any], spec: TensorSpec, tail: _Tail, signature: Signature, request_id: str, limits: Limits
+    member: dict[str, Any],
+    spec: TensorSpec,
+    tail: _Tail,
+    signature: Signature,
+    request_id: str,
+    limits: Limits,
+    regions: Regions,
 ) -> Array:
-    name = spec.name
+    name, model = spec.name, signature.name
     where = f"input '{name}'"
     text = required(member, "datatype", str, where)
     datatype = Datatype.__members__.get(text)
@@ -96,18 +109,24 @@ def _read_input(
     shape = read_shape(required(member, "shape", list, where), where)
     count = element_count(shape, datatype, name)
     check_spec(spec, datatype, shape, signature, request_id)
-    size = _binary_size(member, where)
-    if size is not None:
-        return bytes_to_array(tail.take(size, name), datatype, shape, name, model=signature.name, request_id=request_id)
-    if datatype.in_json:
-        check_size(count * datatype.itemsize, limits.http_max_input_size, f"Byte size of input '{name}'")
-    return json_to_array(required(member, "data", list, where), datatype, shape, name)
-
-
-def _binary_size(member: dict[str, Any], where: str) -> int | None:
-    """`binary_data_size`, or None if the data is in the JSON; refuses all other ways, and two ways at once."""
     parameters = optional(member, "parameters", dict, {}, where)
-    ways = [key for key in ("binary_data_size", "shared_memory_region") if key in parameters]
+    way = _way(member, parameters, where)
+    if way == "data":
+        if datatype.in_json:
+            check_size(count * datatype.itemsize, limits.http_max_input_size, f"Byte size of input '{name}'")
+        return json_to_array(required(member, "data", list, where), datatype, shape, name)
+    if way == "binary_data_size":
+        data = tail.take(required(parameters, "binary_data_size", int, where), name)
+    else:
+        place = find_place(parameters, regions, where)
+        check_bytes(place.byte_size, count, datatype, name, model=model, request_id=request_id)  # before reading
+        data = place.read()
+    return bytes_to_array(data, datatype, shape, name, model=model, request_id=request_id)
+
+
+def _way(member: dict[str, Any], parameters: dict[str, Any], where: str) -> str:
+    """The one way in which an input's data comes."""
+    ways: list[str] = [key for key in ("binary_data_size", "shared_memory_region") if key in parameters]
     if "data" in member:
         ways.append("data")
     if len(ways) != 1:
@@ -115,9 +134,7 @@ def _binary_size(member: dict[str, Any], where: str) -> int | None:
             f"{where} must have exactly one of 'data', parameter 'binary_data_size' and parameter "
             f"'shared_memory_region'; got {' and '.join(ways) or 'none'}"
         )
-    if ways == ["shared_memory_region"]:
-        raise InferError(f"{where} is in shared memory, which is not supported", ErrorCode.UNSUPPORTED)
-    return required(parameters, "binary_data_size", int, where) if ways == ["binary_data_size"] else None
+    return ways[0]
 
 
 def check_complete(inputs: Mapping[str, Array], signature: Signature, request_id: str) -> None:

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from trio_infer.protocol.datatypes import Datatype
+from trio_infer.protocol.regions import Place
 
 __all__ = [
     "Array",
@@ -123,10 +124,19 @@ Send: TypeAlias = Callable[[InferResponse], Awaitable[None]]
 
 @attrs.frozen
 class RequestedOutput:
-    """How the client wants one output: `binary` as raw bytes after the JSON, else inside it."""
+    """How the client wants one output.
+
+    Args:
+        name: the output's.
+        binary: as raw bytes after the JSON, else inside it.
+        classes: if not 0, so many of its largest elements, as text.
+        place: where in shared memory it is to go, instead of into the answer.
+    """
 
     name: str
     binary: bool
+    classes: int = 0
+    place: Place | None = None
 
 
 @attrs.frozen
@@ -141,8 +151,8 @@ class ResponsePlan:
     outputs: tuple[RequestedOutput, ...] = ()
     binary_default: bool = False
 
-    def is_binary(self, name: str) -> bool:
-        """Whether an output goes as bytes; true also for one that doesn't go at all."""
+    def find(self, name: str) -> RequestedOutput | None:
+        """How an output goes; None if it doesn't go at all."""
         if not self.outputs:
-            return self.binary_default
-        return all(output.binary for output in self.outputs if output.name == name)
+            return RequestedOutput(name, self.binary_default)
+        return next((output for output in self.outputs if output.name == name), None)
