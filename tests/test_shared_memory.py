@@ -54,30 +54,6 @@ def act(operation: str, region: str = "", document: object = b"", kind: str = "s
     return get(path, f"Content-Length: {len(body)}", method="POST") + body
 
 
-def infer(self, request: InferRequest) -> dict[str, np.ndarray[Any, Any]]:
-    x = request.inputs["x"]
-    return {"x": x, "length": np.array([len(word) for word in x], np.int64)}
-
-
-@pytest.fixture
-def memory() -> Iterator[posix.SharedMemory]:
-    """4 KiB, the first 12 bytes of which are three numbers."""
-    block = posix.SharedMemory(f"trio-infer-test-{uuid.uuid4().hex}", create=True, size=4096)
-    block.buf[:12] = np.array([1, 2, 3], "<f4").tobytes()
-    yield block
-    block.close()
-    block.unlink()
-
-
-def act(operation: str, region: str = "", document: object = b"", kind: str = "system") -> bytes:
-    path = f"{kind}sharedmemory{f'/region/{region}' if region else ''}/{operation}"
-    return (
-        get(f"/v2/{path}")
-        if operation == "status"
-        else post("", "", document).replace(b"models///", b"").replace(b"/v2/models// ", f"/v2/{path} ".encode())
-    )
-
-
 def infer(
     *, region: str = "r", size: int = 12, offset: int | None = None, output: dict[str, Any] | None = None
 ) -> bytes:
