@@ -11,6 +11,7 @@ Half-precision types have no JSON form.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Any, Final
 
@@ -143,13 +144,17 @@ def _integers(flat: list[Any], kinds: set[type], datatype: Datatype, name: str) 
         raise _wrong_element(flat, word, datatype, name, {int})
     if not flat:
         return np.empty(0, datatype.dtype)
+    exact = np.iinfo(datatype.dtype)
+    with suppress(OverflowError):  # of 64 bits
+        array = np.array(flat, np.int64)
+        if exact.min <= int(array.min()) and int(array.max()) <= exact.max:
+            return array.astype(datatype.dtype, copy=False)
     low, high = min(flat), max(flat)
     # Beyond 64 bits, and negative for an unsigned type, is what Triton's JSON reader itself refuses.
     widest = np.iinfo(np.int64 if signed else np.uint64)
     for value in (low, high):
         if not widest.min <= value <= widest.max:
             raise wrong_type("data", word, value, f"element {flat.index(value)} of input '{name}', {datatype.value}")
-    exact = np.iinfo(datatype.dtype)
     for value in (low, high):
         if not exact.min <= value <= exact.max:
             raise InferError(
