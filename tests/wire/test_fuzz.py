@@ -94,7 +94,7 @@ def take_answers(data: bytes) -> list[int]:
     while data:
         match = ANSWER.match(data)
         assert match, data[:200]
-        status, length = int(match[1]), re.search(rb"content-length: ([0-9]+)", match[2])
+        status, length = int(match[1]), re.search(rb"^content-length: ([0-9]+)", match[2], re.MULTILINE)
         data = data[match.end() :]
         if status != 100:
             assert length, match[2]
