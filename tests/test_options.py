@@ -206,13 +206,17 @@ def test_the_file_can_be_named_by_a_variable(
 
 @pytest.mark.parametrize("kind", [Ignored, IgnoredGRPC])
 def test_each_option_that_is_ignored_is_taken_in_both_spellings(read: Read, kind: type[attrs.AttrsInstance]) -> None:
+    together: list[str] = []
+    apart: list[str] = []
     for field in attrs.fields(kind):
-        flag = f"--{field.name.replace('_', '-')}"
-        value = "true" if "bool" in str(field.type) else "7"
-        one, other = read(f"{flag}={value}", "models"), read(flag, value, "models")
-        assert one == other
-        assert one.model_repository == (Path("models"),)
-        assert (one.ignored, one.grpc) != (Ignored(), IgnoredGRPC())
+        flag, value = f"--{field.name.replace('_', '-')}", "true" if "bool" in str(field.type) else "7"
+        together.append(f"{flag}={value}")
+        apart += [flag, value]
+    one, other = read(*together, "models"), read(*apart, "models")
+    assert one == other
+    assert one.model_repository == (Path("models"),)
+    given = one.ignored if kind is Ignored else one.grpc
+    assert all(value in (True, "7", ("7",)) for value in attrs.asdict(given).values())
 
 
 def test_for_each_option_that_is_ignored_there_is_a_reason() -> None:

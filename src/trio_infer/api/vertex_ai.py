@@ -32,7 +32,9 @@ PLAIN_PATH: Final = re.compile(r"/?v2(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9_.~:@+-]+)*
 
 RUNS: Final = frozenset({"infer", "generate", "generate_stream", "cancel"})
 
-READS: Final = frozenset({"live", "ready", "server", "metadata", "model_ready", "config", "statistics"})
+READS: Final = frozenset(
+    {"live", "ready", "server", "metadata", "model_ready", "config", "statistics", "logging", "trace_setting"}
+)
 
 OPEN: Final = RUNS | READS
 """The actions that a redirect may ask for."""
