@@ -302,12 +302,12 @@ async def test_a_redirect_reads_what_is_asked_with_get_elsewhere(autojump_clock:
         assert answer.json["model_stats"][0]["name"] == "echo"
 
 
-@pytest.mark.parametrize("target", ["v2/logging", "v2/trace/setting", "v2/models/echo/trace/setting"])
+@pytest.mark.parametrize("target", ["v2/trace/setting", "v2/models/echo/trace/setting"])
 async def test_settings_can_be_read_through_a_redirect_but_not_changed(autojump_clock: Any, target: str) -> None:
     async with clouds(Echo()) as cloud:
         before = await cloud.ask("vertex-ai", "POST", "/predict", x_vertex_ai_triton_redirect=target)
         assert before.status == 200
-        change = {"log_verbose_level": 1, "trace_level": ["TIMESTAMPS"]}
+        change = {"trace_level": ["TIMESTAMPS"]}
         answer = await cloud.ask("vertex-ai", "POST", "/predict", change, x_vertex_ai_triton_redirect=target)
         assert answer.status == 403
         assert "may read there, but not write" in answer.json["error"]

@@ -30,13 +30,13 @@ REDIRECT: Final = b"x-vertex-ai-triton-redirect"
 PLAIN_PATH: Final = re.compile(r"/?v2(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9_.~:@+-]+)*")
 """No escapes, no empty segments, no dots that mean a place."""
 
-RUNS: Final = frozenset({"infer", "generate", "generate_stream", "cancel"})
+POSTED: Final = frozenset({"infer", "generate", "generate_stream", "cancel", "index"})
 
 READS: Final = frozenset(
     {"live", "ready", "server", "metadata", "model_ready", "config", "statistics", "logging", "trace_setting"}
 )
 
-OPEN: Final = RUNS | READS
+OPEN: Final = POSTED | READS
 """The actions that a redirect may ask for."""
 
 
