@@ -45,7 +45,7 @@ LINE = """
 """One of each of Triton's options, with a value that Triton takes."""
 
 PENDING = """
---allow-client-shm --model-control-mode --load-model
+--model-control-mode --load-model
 --repository-poll-secs --model-load-thread-count --model-load-retry-count --disable-auto-complete-config
 --strict-model-config --exit-on-error --strict-readiness
 """.split()  # noqa: SIM905 - of the kind that shrinks
