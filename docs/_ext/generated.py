@@ -238,6 +238,10 @@ _ENDPOINTS = {
     "/v2/models/M/trace/setting": "what is traced of one model; POST changes it",
     "/v2/models/M/cancel": "stops the requests of that model with a given id, and says how many those were",
     "/v2/models/M/generate_stream": "the same, each response a server-sent event; any number of them",
+    "/v2/systemsharedmemory/status": "regions of [shared memory](shared-memory.md)",
+    "/v2/systemsharedmemory/region/R/register": "registers one",
+    "/v2/systemsharedmemory/unregister": "all of them, or one: `/v2/systemsharedmemory/region/R/unregister`",
+    "/v2/cudasharedmemory/status": "none; as on a machine without a GPU",
 }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
-from trio_infer.api.bodies import read_plain_body
+from trio_infer.api.bodies import off_the_loop, read_plain_body
 from trio_infer.errors import InferError
 from trio_infer.limits import Limits
 from trio_infer.protocol.generate import decode_generate, encode_generate, sse_event
@@ -23,7 +24,8 @@ async def answer_generate(exchange: Exchange, model: ServedModel, limits: Limits
     body = await read_plain_body(exchange, limits)
     life = exchange.life
     with exchange.guard(model.on_disconnect):
-        request = decode_generate(body, model.signature, limits=limits, is_cancelled=lambda: life.cancelled)
+        decode = partial(decode_generate, limits=limits, is_cancelled=lambda: life.cancelled)
+        request = await off_the_loop(len(body), decode, body, model.signature)
         life.request_id = request.id
         answer: list[bytes] = []
 
@@ -52,7 +54,8 @@ async def answer_generate_stream(exchange: Exchange, model: ServedModel, limits:
     body = await read_plain_body(exchange, limits)
     life = exchange.life
     with exchange.guard(model.on_disconnect):
-        request = decode_generate(body, model.signature, limits=limits, is_cancelled=lambda: life.cancelled)
+        decode = partial(decode_generate, limits=limits, is_cancelled=lambda: life.cancelled)
+        request = await off_the_loop(len(body), decode, body, model.signature)
         life.request_id = request.id
 
         async def pass_on(response: InferResponse) -> None:
