@@ -40,7 +40,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!trio_infer\.).*"),
-    (r"py:.*", r"trio_infer\.(api|models|observe|protocol|wire)\..*"),
+    (r"py:.*", r"trio_infer\.(api|models|observe|protocol|scheduling|wire)\..*"),
 ]
 
 

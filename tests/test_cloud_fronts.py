@@ -318,7 +318,7 @@ async def test_settings_can_be_read_through_a_redirect_but_not_changed(autojump_
 @pytest.mark.parametrize(
     ("target", "status"),
     [
-        ("v2/repository/models/echo/unload", 404),
+        ("v2/repository/models/echo/unload", 403),
         ("v2/../v2/models/echo", 403),
         ("v2/models/./echo", 403),
         ("v2/models/..", 403),

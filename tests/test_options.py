@@ -321,6 +321,7 @@ def test_help_groups_every_option_and_shows_defaults(
     groups = [line.rstrip(":") for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert groups == [
         "Model repository",
+        "Which models are loaded, and when",
         "HTTP",
         "Fronts for cloud platforms",
         "Limits",
@@ -336,7 +337,7 @@ def test_help_groups_every_option_and_shows_defaults(
     ]
     for kind in (Options, CloudFronts, Limits, DisconnectPolicy, Keepalive, Ignored):
         for field in attrs.fields(kind):
-            if field.name not in {"limits", "disconnects", "keepalive", "cloud", "traces", "grpc", "ignored"}:
+            if field.name not in {"limits", "control", "disconnects", "keepalive", "cloud", "traces", "grpc", "ignored"}:
                 assert f"--{field.name.replace('_', '-')}" in out
     text = " ".join(out.split())
     assert "--http-address TEXT Name or address to listen on. (Triton: 0.0.0.0" in text

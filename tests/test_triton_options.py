@@ -44,14 +44,7 @@ LINE = """
 """
 """One of each of Triton's options, with a value that Triton takes."""
 
-PENDING = """
---model-control-mode --load-model
---repository-poll-secs --model-load-thread-count --model-load-retry-count --disable-auto-complete-config
---strict-model-config --exit-on-error --strict-readiness
-""".split()  # noqa: SIM905 - of the kind that shrinks
-"""Not taken yet: what they are about is not there."""
-
-OPTIONS = [option for option in LINE.split() if option.partition("=")[0] not in PENDING]
+OPTIONS = LINE.split()
 
 TWICE = ["--model-store"]
 """Second names of an option, which the command line as a whole can't have beside the first."""

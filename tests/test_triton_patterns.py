@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from fake_host import FakeHost
 from support import post, serving
 from test_triton_over_http import LogEvents
 from trio_infer.models.repository import find_models
@@ -217,20 +216,6 @@ REPOSITORY = {
 }
 
 
-class Hosted:
-    """A runner that is loaded with another host than the server's."""
-
-    def __init__(self, runner: Any, host: FakeHost) -> None:
-        self._runner = runner
-        self._host = host
-
-    async def load(self, host: Any) -> None:
-        await self._host.load(self._runner)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-
 @pytest.fixture(params=["process", "thread"])
 def models(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
     """Runners of the models of those names, or of all."""
@@ -241,8 +226,7 @@ def models(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
             (tmp_path / name / "1").mkdir(parents=True)
             (tmp_path / name / "config.pbtxt").write_text(text)
             (tmp_path / name / "1" / "model.py").write_text(HEAD + textwrap.dedent(code))
-        host = FakeHost()
-        return [Hosted(runner, host) for runner in find_models([tmp_path], execution=request.param)]
+        return find_models([tmp_path], execution=request.param)
 
     return write
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from trio_infer.api.fronts import Front
     from trio_infer.api.sagemaker import SageMaker
     from trio_infer.api.vertex_ai import VertexAI
-    from trio_infer.errors import ErrorCode, InferError, ModelLoadError, SetupError
+    from trio_infer.errors import ErrorCode, InferError, ModelLoadError, SetupError, UnknownModelError
     from trio_infer.lifecycle import CancelReason, Life, LifeWatcher, Outcome, Phase
-    from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
+    from trio_infer.limits import ControlPolicy, DisconnectPolicy, Keepalive, Limits
     from trio_infer.models.native import Model
-    from trio_infer.models.repository import find_models
+    from trio_infer.models.repository import ModelRepository, find_models
     from trio_infer.observe.metrics_policy import MetricsPolicy
     from trio_infer.observe.statistics import RequestStatistics
     from trio_infer.protocol.datatypes import Datatype
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Address",
     "CancelReason",
+    "ControlPolicy",
     "Datatype",
     "DisconnectPolicy",
     "DisconnectWatch",
@@ -47,6 +48,7 @@ __all__ = [
     "MetricsPolicy",
     "Model",
     "ModelLoadError",
+    "ModelRepository",
     "Outcome",
     "Phase",
     "QueueStatistics",
@@ -56,6 +58,7 @@ __all__ = [
     "ServerStatistics",
     "SetupError",
     "TensorSpec",
+    "UnknownModelError",
     "VertexAI",
     "__version__",
     "cancel_on_disconnect",
@@ -70,15 +73,18 @@ _HOMES = {
     "InferError": "trio_infer.errors",
     "ModelLoadError": "trio_infer.errors",
     "SetupError": "trio_infer.errors",
+    "UnknownModelError": "trio_infer.errors",
     "CancelReason": "trio_infer.lifecycle",
     "Life": "trio_infer.lifecycle",
     "LifeWatcher": "trio_infer.lifecycle",
     "Outcome": "trio_infer.lifecycle",
     "Phase": "trio_infer.lifecycle",
+    "ControlPolicy": "trio_infer.limits",
     "DisconnectPolicy": "trio_infer.limits",
     "Keepalive": "trio_infer.limits",
     "Limits": "trio_infer.limits",
     "Model": "trio_infer.models.native",
+    "ModelRepository": "trio_infer.models.repository",
     "find_models": "trio_infer.models.repository",
     "MetricsPolicy": "trio_infer.observe.metrics_policy",
     "RequestStatistics": "trio_infer.observe.statistics",

@@ -29,10 +29,8 @@ import trio
 from trio_infer._version import __version__
 from trio_infer.app_fronts import cloud_repository, further_ports, main_port_is_open
 from trio_infer.errors import SetupError
-from trio_infer.models.native import Model
 from trio_infer.models.packaged import packaged_models
-from trio_infer.models.repository import find_models
-from trio_infer.models.runner import Runner
+from trio_infer.models.repository import ModelRepository
 from trio_infer.observe.log_settings import LogSettings
 from trio_infer.observe.metrics_policy import MetricsPolicy
 from trio_infer.observe.trace_settings import TraceSettings
@@ -88,11 +86,19 @@ def _run(options: Options, logs: LogSettings) -> int:
     options = cloud_repository(options, os.environ)
     ssl_context = _ssl_context(options)
     packaged = not options.model_repository
-    models: Sequence[Model | Runner] = (
-        packaged_models() if packaged else find_models(options.model_repository, execution=options.execution)
+    repository = (
+        None
+        if packaged
+        else ModelRepository(
+            options.model_repository,
+            auto_complete=options.auto_complete,
+            execution=options.execution,
+        )
     )
     server = Server(
-        models,
+        packaged_models() if packaged else (),
+        repository=repository,
+        control=options.control,
         name=options.id,
         limits=options.limits,
         disconnect=options.disconnects,
@@ -109,9 +115,6 @@ def _run(options: Options, logs: LogSettings) -> int:
         logs=logs,
         allow_client_shm=options.allow_client_shm,
     )
-    names = dict.fromkeys(name for name, _ in server.statistics().models)
-    if not names:
-        logger.warning("there is no model in %s", " or ".join(str(root) for root in options.model_repository))
     _allow_open_files(options)
     logger.info(
         "a peer that vanishes without a word is noticed after some %g s (--tcp-keepalive-idle and the like)",
@@ -119,6 +122,9 @@ def _run(options: Options, logs: LogSettings) -> int:
     )
 
     def announce(addresses: Sequence[Address]) -> None:
+        names = dict.fromkeys(name for name, _ in sorted(server.statistics().models))
+        if not names and options.control.model_control_mode != "explicit":
+            logger.warning("there is no model in %s", " or ".join(str(root) for root in options.model_repository))
         main = [address for address in addresses if address.kind == "http"]
         served = main or [address for address in addresses if address.kind != "metrics"]
         where = " and ".join(address.url for address in served)

@@ -14,11 +14,15 @@ from typing import Final, get_args
 import attrs
 
 from trio_infer.api.fronts import Front
+from trio_infer.api.repository import load_runners
 from trio_infer.api.sagemaker import DEFAULT_MODEL, InferenceType, SageMaker
 from trio_infer.api.statistics import metrics_port
+from trio_infer.api.v2 import V2
 from trio_infer.api.vertex_ai import VertexAI
 from trio_infer.errors import SetupError
+from trio_infer.models.repository import Prepared, load_model
 from trio_infer.options import CloudFronts, Options
+from trio_infer.scheduling.control import ModelControl
 
 __all__ = ["check_safe_range", "cloud_fronts", "cloud_repository", "further_ports", "main_port_is_open"]
 
@@ -108,9 +112,41 @@ def _sagemaker(options: Options, environment: Mapping[str, str]) -> Front:
     wanted = environment.get(INFERENCE_TYPE) or "infer"
     if wanted not in kinds:
         raise SetupError(f"{INFERENCE_TYPE} must be {' or '.join(kinds)}, got {wanted!r}")
-    application = partial(SageMaker, model=environment.get(DEFAULT_MODEL) or None, inference_type=kinds[wanted])
+
+    def application(v2: V2) -> SageMaker:
+        explicit = options.control.model_control_mode == "explicit"
+        return SageMaker(
+            v2,
+            model=environment.get(DEFAULT_MODEL) or None,
+            inference_type=kinds[wanted],
+            directories=_Directories(v2.control, options) if explicit else None,
+        )
+
     host = options.http_address if cloud.sagemaker_address is None else cloud.sagemaker_address
     return Front("sagemaker", application, host=host, port=cloud.sagemaker_port)
+
+
+@attrs.frozen
+class _Directories:
+    """Loads models from directories that SageMaker has put on disk: a model's own, or one with nothing else in it."""
+
+    control: ModelControl
+    options: Options
+
+    async def load_directory(self, name: str, directory: Path) -> None:
+        await load_runners(self.control, name, partial(self._prepare, name, directory))
+
+    def _prepare(self, name: str, directory: Path) -> Prepared:
+        inner = [entry for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+        if len(inner) == 1 and not inner[0].name.isdecimal() and not (directory / "config.pbtxt").is_file():
+            directory = inner[0]
+        runners = load_model(
+            directory, name=name, auto_complete=self.options.auto_complete, execution=self.options.execution
+        )
+        return Prepared(name, tuple(runners))
+
+    async def unload(self, name: str) -> None:
+        await self.control.unload(name)
 
 
 def _vertex_ai(options: Options, environment: Mapping[str, str]) -> Front:

@@ -83,6 +83,7 @@ def _app() -> "App":
         config=SOURCES,
         help_format="plaintext",
         help_formatter=_Help(),
+        default_parameter=Parameter(negative_iterable=()),
     )
 
     @app.command(usage="Usage: trio-infer serve [REPOSITORY...] [options]")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 from pathlib import Path
 
-__all__ = ["BadJSONError", "ErrorCode", "InferError", "ModelLoadError", "SetupError"]
+__all__ = ["BadJSONError", "ErrorCode", "InferError", "ModelLoadError", "SetupError", "UnknownModelError"]
 
 
 class ErrorCode(enum.Enum):
@@ -84,12 +84,22 @@ class ModelLoadError(SetupError):
         model: the model's name.
         reason: what was wrong.
         where: the file, and the line in it where that is known.
+
+    Attributes:
+        text: the reason and the place, without the model's name.
+        version: which of its versions; "" if that can't be told.
     """
 
     def __init__(self, model: str, reason: str, *, where: Path | None = None, line: int | None = None) -> None:
         place = "" if where is None else f" ({where}{'' if line is None else f':{line}'})"
         super().__init__(f"model '{model}' can't be loaded: {reason}{place}")
+        self.text = f"{reason}{place}"
         self.model = model
         self.reason = reason
         self.where = where
         self.line = line
+        self.version: str = ""
+
+
+class UnknownModelError(ModelLoadError):
+    """No repository has a model of that name."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import attrs
 from attrs import validators
 
-__all__ = ["DisconnectPolicy", "Keepalive", "Limits"]
+__all__ = ["ControlPolicy", "DisconnectPolicy", "Keepalive", "Limits"]
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 
@@ -112,3 +112,32 @@ class Keepalive:
         idle, interval = self.tcp_keepalive_idle, self.tcp_keepalive_interval
         probes = max(self.tcp_keepalive_count, math.ceil((self.tcp_user_timeout - idle) / interval))
         return idle + interval * probes
+
+
+@attrs.frozen(kw_only=True)
+class ControlPolicy:
+    """Which models of the repositories are loaded, and when. The names are Triton's, and so are the defaults.
+
+    Attributes:
+        model_control_mode: `none` loads all at the start, and that is that; `explicit` loads those of `--load-model`,
+            and then what clients ask for; `poll` loads all, and again what has changed.
+        load_model: a model to load at the start, in mode explicit; may be given several times; `*` for all.
+        repository_poll_secs: seconds between two looks at the repositories, in mode poll.
+        model_load_thread_count: models that are loaded at once, at the start and in mode poll.
+        model_load_retry_count: how often a model that can't be loaded is tried again.
+        exit_on_error: whether a model that can't be loaded ends the start; if not, the others serve without it.
+        strict_readiness: whether the server is ready only while each model is that is meant to be loaded.
+        unload_timeout_secs: seconds that requests in hand have to finish when their model is unloaded or replaced; then
+            they are cancelled. (Ours; Triton waits for ever. As long as `--exit-timeout-secs` is there.)
+    """
+
+    model_control_mode: Literal["none", "explicit", "poll"] = attrs.field(
+        default="none", validator=validators.in_(("none", "explicit", "poll"))
+    )
+    load_model: tuple[str, ...] = ()
+    repository_poll_secs: float = attrs.field(default=15.0, validator=_positive)
+    model_load_thread_count: int = attrs.field(default=4, validator=_positive)
+    model_load_retry_count: int = attrs.field(default=0, validator=_not_negative)
+    exit_on_error: bool = True
+    strict_readiness: bool = True
+    unload_timeout_secs: float = attrs.field(default=30.0, validator=_positive)

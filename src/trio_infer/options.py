@@ -18,7 +18,7 @@ import attrs
 from attrs import validators
 from cyclopts import Group, Parameter
 
-from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
+from trio_infer.limits import ControlPolicy, DisconnectPolicy, Keepalive, Limits
 from trio_infer.observe.log_settings import FORMATS, LogFormat
 from trio_infer.observe.trace_settings import TraceOptions
 from trio_infer.option_ignored import Ignored, IgnoredGRPC
@@ -26,7 +26,8 @@ from trio_infer.option_ignored import Ignored, IgnoredGRPC
 __all__ = ["MODELS", "CloudFronts", "Options"]
 
 MODELS: Final = Group("Model repository", sort_key=1)
-_HTTP: Final = Group("HTTP", sort_key=2)
+_CONTROL: Final = Group("Which models are loaded, and when", sort_key=2)
+_HTTP: Final = Group("HTTP", sort_key=3)
 _CLOUD: Final = Group("Fronts for cloud platforms", sort_key=10)
 _LIMITS: Final = Group("Limits", sort_key=20)
 _DISCONNECTS: Final = Group("Disconnects", sort_key=21)
@@ -112,6 +113,9 @@ class Options:
             5xx.)
         cloud: the ports that cloud platforms call.
         limits: bounds on what clients may take.
+        disable_auto_complete_config: don't ask Python models to complete their configuration.
+        strict_model_config: the same, by its older name.
+        control: which models are loaded, and when.
         disconnects: what counts as a client that left, and what happens then.
         keepalive: how TCP notices peers that vanished.
         ssl_certfile: serve https, with this certificate chain (PEM).
@@ -165,6 +169,9 @@ class Options:
     )
     cloud: Annotated[CloudFronts, Parameter(name="*", group=_CLOUD)] = attrs.field(factory=CloudFronts)
     limits: Annotated[Limits, Parameter(name="*", group=_LIMITS)] = attrs.field(factory=Limits)
+    disable_auto_complete_config: Annotated[bool, Parameter(group=MODELS)] = False
+    strict_model_config: Annotated[bool, Parameter(group=MODELS)] = False
+    control: Annotated[ControlPolicy, Parameter(name="*", group=_CONTROL)] = attrs.field(factory=ControlPolicy)
     disconnects: Annotated[DisconnectPolicy, Parameter(name="*", group=_DISCONNECTS)] = attrs.field(
         factory=DisconnectPolicy
     )
@@ -198,3 +205,8 @@ class Options:
         factory=IgnoredGRPC
     )
     ignored: Annotated[Ignored, Parameter(name="*", group=_IGNORED, negative=())] = attrs.field(factory=Ignored)
+
+    @property
+    def auto_complete(self) -> bool:
+        """Whether Python models are asked to complete their configuration."""
+        return not (self.disable_auto_complete_config or self.strict_model_config)

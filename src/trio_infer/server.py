@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import ssl
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -28,8 +27,7 @@ from trio_infer.api.restrictions import Restrictions
 from trio_infer.api.v2 import V2
 from trio_infer.errors import ModelLoadError, SetupError
 from trio_infer.lifecycle import CancelReason, Life, LifeWatcher
-from trio_infer.limits import DisconnectPolicy, Keepalive, Limits
-from trio_infer.models.host import NoHost
+from trio_infer.limits import ControlPolicy, DisconnectPolicy, Keepalive, Limits
 from trio_infer.models.native import Model, NativeRunner
 from trio_infer.models.runner import Runner
 from trio_infer.observe.access_log import AccessLog
@@ -38,7 +36,10 @@ from trio_infer.observe.metrics_policy import MetricsPolicy
 from trio_infer.observe.observatory import Observatory
 from trio_infer.observe.statistics import RequestStatistics
 from trio_infer.observe.trace_settings import TraceSettings
-from trio_infer.scheduling.catalog import Catalog, ServedModel
+from trio_infer.scheduling.catalog import Catalog
+from trio_infer.scheduling.control import ModelControl
+from trio_infer.scheduling.hosting import ModelHost
+from trio_infer.scheduling.sources import ModelSource
 from trio_infer.scheduling.ticket import QueueStatistics
 from trio_infer.wire.listeners import ListenError, accept_forever, open_listeners, set_keepalive
 from trio_infer.wire.serve import Application, Conversation, WireSettings, sole
@@ -56,12 +57,6 @@ LAST_WORDS: Final = 1.5
 
 IN_FLIGHT: Final = "Timeout %g: Found %d model versions that have in-flight inferences"
 """Triton's words, for those who look for them in logs; first the seconds that are left."""
-
-SETTLING: Final = 0.25
-"""Seconds for stopped work to end before its model counts as still running."""
-
-UNLOADING: Final = 5.0
-"""Seconds that a model may take to clean up."""
 
 
 _INET: Final = (trio.socket.AF_INET, trio.socket.AF_INET6)
@@ -154,6 +149,8 @@ class Server:
         traces: what `/v2/trace/setting` says and changes.
         logs: what `/v2/logging` says and changes; None, the default, if logging is the program's own affair.
         allow_client_shm: clients may register shared memory of this machine, and pass tensors through it.
+        repository: where further models are loaded from.
+        control: which of those, and when.
 
     Raises:
         ModelLoadError: two models have one name and version, or one can't be a model.
@@ -180,12 +177,14 @@ class Server:
         traces: TraceSettings | None = None,
         logs: LogSettings | None = None,
         allow_client_shm: bool = False,
+        repository: ModelSource | None = None,
+        control: ControlPolicy | None = None,
     ) -> None:
         limits = limits or Limits()
         disconnect = disconnect or DisconnectPolicy()
         if disconnect.pipelined == "watch" and not HAS_EPOLL:
             raise SetupError('pipelined="watch" needs Linux (epoll); use "disarm"')
-        self._catalog = Catalog(_runner(model) for model in models)
+        self._catalog = Catalog()
         self._conversations: set[Conversation] = set()
         self._observatory = Observatory(
             metrics,
@@ -193,6 +192,14 @@ class Server:
             connections=lambda: len(self._conversations),
             traces=traces,
             logs=logs,
+        )
+        self._control = ModelControl(
+            self._catalog,
+            repository,
+            control,
+            given=_by_name(_runner(model) for model in models),
+            host=lambda name: ModelHost(name, self._catalog, self._control, self._observatory.custom),
+            watcher=self._observatory,
         )
         self._settings = WireSettings(
             limits=limits,
@@ -209,6 +216,7 @@ class Server:
         self._drain = trio.Event()
         self._application = V2(
             catalog=self._catalog,
+            control=self._control,
             limits=limits,
             name=name,
             draining=self._drain.is_set,
@@ -224,7 +232,7 @@ class Server:
         return ServerStatistics(
             self._observatory.requests.statistics(),
             len(self._conversations),
-            {(model.signature.name, model.signature.version): model.statistics() for model in self._catalog},
+            {(model.signature.name, model.signature.version): model.statistics() for model in self._control.live},
         )
 
     @property
@@ -282,34 +290,36 @@ class Server:
         try:
             await self._serve([main, *self._fronts], task_status)
         except BaseExceptionGroup as group:
-            raise _matter(group) from None
+            matter = _matter(group)
+            raise matter from matter.__cause__
 
     async def _serve(self, fronts: Sequence[Front], task_status: trio.TaskStatus[Sequence[Address]]) -> None:
         doors: list[_Door] = []
         try:
             for front in fronts:
                 doors.append(await self._open(front))  # noqa: PERF401 - of those that are open some must be closed
-            for model in self._catalog:
-                await self._load(model)
-            async with trio.open_nursery() as connections:
-                async with trio.open_nursery() as accepting:
-                    for door in doors:
-                        handle = partial(self._handle, door, door.front.application(self._application))
-                        for listener in door.listeners:
-                            accepting.start_soon(accept_forever, listener, handle, connections, door.places)
-                    task_status.started([address for door in doors for address in door.addresses()])
-                    await self._drain.wait()
-                    accepting.cancel_scope.cancel()
-                await _close(doors)
-                await self._drain_connections()
-                connections.cancel_scope.cancel()
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._control.run)
+                async with trio.open_nursery() as connections:
+                    async with trio.open_nursery() as accepting:
+                        for door in doors:
+                            handle = partial(self._handle, door, door.front.application(self._application))
+                            for listener in door.listeners:
+                                accepting.start_soon(accept_forever, listener, handle, connections, door.places)
+                        task_status.started([address for door in doors for address in door.addresses()])
+                        await self._drain.wait()
+                        accepting.cancel_scope.cancel()
+                    await _close(doors)
+                    await self._drain_connections()
+                    connections.cancel_scope.cancel()
+                nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):  # each step below has its own time limit
                 await _close(doors)
                 for front in fronts[len(doors) :]:
                     for listener in front.listeners or ():
                         await listener.aclose()
-                await self._unload()
+                await self._control.close()
                 self._observatory.close()
 
     async def _open(self, front: Front) -> _Door:
@@ -366,7 +376,7 @@ class Server:
             await self._all_gone()
 
     def _busy_models(self) -> int:
-        queues = [model.statistics() for model in self._catalog]
+        queues = [model.statistics() for model in self._control.live]
         return sum(queue.running + queue.waiting > 0 for queue in queues)
 
     async def _all_gone(self) -> None:
@@ -375,25 +385,19 @@ class Server:
 
     # -- Models -----------------------------------------------------------------------------------------------------
 
-    async def _load(self, model: ServedModel) -> None:
-        began = time.perf_counter()
-        await model.load(NoHost())
-        signature = model.signature
-        self._observatory.models.add(
-            signature.name,
-            signature.version,
-            decoupled=signature.decoupled,
-            load_seconds=time.perf_counter() - began,
-        )
+    async def load_model(
+        self, name: str, *, config: str | None = None, files: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Load a model of the repository, or load it again if its files have changed; see `ModelControl.load`."""
+        await self._control.load(name, config=config, files=files)
+
+    async def unload_model(self, name: str) -> None:
+        """Serve a model no more, and return when it is cleaned up; see `ModelControl.unload`."""
+        await self._control.unload(name)
 
     def _abandoned(self) -> Iterator[tuple[str, int]]:
         """Of each model, how many instances work on for nobody."""
-        return ((model.signature.name, model.statistics().abandoned) for model in self._catalog)
-
-    async def _unload(self) -> None:
-        async with trio.open_nursery() as nursery:
-            for model in self._catalog:
-                nursery.start_soon(_unload, model)
+        return ((model.signature.name, model.abandoned) for model in self._control.live)
 
 
 def _runner(model: Model | Runner) -> Runner:
@@ -405,22 +409,14 @@ def _runner(model: Model | Runner) -> Runner:
     return model
 
 
-async def _unload(model: ServedModel) -> None:
-    name = model.signature.name
-    with trio.move_on_after(SETTLING) as settling:
-        await model.settled()
-    if settling.cancelled_caught:
-        if not model.kill():
-            logger.warning("model '%s' is still running and can't be stopped: its clean-up is left out", name)
-            return
-        logger.warning("model '%s' is still running: its processes are killed, its clean-up is left out", name)
-    with trio.move_on_after(UNLOADING) as unloading:
-        try:
-            await model.unload()
-        except Exception as error:
-            logger.error("model '%s' failed to clean up", name, exc_info=sole(error))
-    if unloading.cancelled_caught:
-        logger.error("model '%s' took more than %g s to clean up, and was left at it", name, UNLOADING)
+def _by_name(runners: Iterable[Runner]) -> dict[str, list[Runner]]:
+    models: dict[str, list[Runner]] = {}
+    for runner in runners:
+        versions = models.setdefault(runner.signature.name, [])
+        if any(runner.signature.version == other.signature.version for other in versions):
+            raise ModelLoadError(runner.signature.name, f"version {runner.signature.version} is given twice")
+        versions.append(runner)
+    return models
 
 
 async def _close(doors: Iterable[_Door]) -> None:

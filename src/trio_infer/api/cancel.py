@@ -28,7 +28,8 @@ __all__ = ["cancel"]
 
 async def cancel(app: V2, exchange: Exchange, route: Route) -> None:
     """Cancel each request in flight that has the id and is of the model; say how many there were."""
-    model = app.catalog.find(route.model, route.version).signature
+    if not app.catalog.knows(route.model, route.version):
+        app.catalog.find_ready(route.model, route.version)  # says so
     document = read_document(await read_body(exchange, app.limits), app.limits)
     request_id = document.get("id")
     if not isinstance(request_id, str) or not request_id:
@@ -37,12 +38,12 @@ async def cancel(app: V2, exchange: Exchange, route: Route) -> None:
     cancelled = sum(
         life.cancel(CancelReason.REQUESTED)
         for life in list(app.lives())
-        if life.request_id == request_id and life.model == model.name and route.version in (None, life.version)
+        if life.request_id == request_id and life.model == route.model and route.version in (None, life.version)
     )
     if not cancelled:
         version = f" version {route.version}" if route.version else ""
         raise InferError(
-            f"no request with id '{clip(request_id)}' of model '{model.name}'{version} is in flight",
+            f"no request with id '{clip(request_id)}' of model '{route.model}'{version} is in flight",
             ErrorCode.NOT_FOUND,
         )
     await exchange.respond(200, [JSON], [dumps({"cancelled": cancelled})])

@@ -17,7 +17,7 @@ class Route:
 
     Args:
         action: "live", "ready", "server", or of a model "metadata", "model_ready", "config", "infer", "generate",
-            "generate_stream", "cancel".
+            "generate_stream", "cancel", "load", "unload"; and so on, see `_FIXED`.
         methods: that it may be asked with.
         model: the model's name, as it stands in the path; "" if none is asked for.
         version: None for whichever is newest.
@@ -47,6 +47,10 @@ CATEGORY_OF: Final = {
     "generate": "inference",
     "generate_stream": "inference",
     "cancel": "inference",
+    "index": "model-repository",
+    "load": "model-repository",
+    "unload": "model-repository",
+    "no_repository_names": "model-repository",
     "statistics": "statistics",
     "metrics": "statistics",
     "logging": "logging",
@@ -65,6 +69,7 @@ _FIXED: Final = {
     "/v2/models/stats": Route("statistics", _READ),
     "/v2/logging": Route("logging", _CHANGE),
     "/v2/trace/setting": Route("trace_setting", _CHANGE),
+    "/v2/repository/index": Route("index", _RUN),
     "/metrics": Route("metrics", _READ),
     "/metrics/": Route("metrics", _READ),
 }
@@ -89,6 +94,10 @@ _SHARED_MEMORY: Final = re.compile(
     r"/v2/(?P<kind>system|cuda)sharedmemory(?:/region/(?P<region>[^/]+))?/(?P<operation>status|register|unregister)"
 )
 
+_REPOSITORY: Final = re.compile(
+    r"/v2/repository(?P<named>/[^/]+)?/(?:index|models/(?P<model>[^/]+)/(?P<action>load|unload))"
+)
+
 _ABSOLUTE: Final = re.compile(r"https?://[^/?]*", re.IGNORECASE)
 
 
@@ -105,6 +114,9 @@ def find_route(target: str) -> Route | None:
         # Decoded, unlike models' names: infer requests name the region in JSON, where nothing is encoded.
         rest = (kind, operation, unquote(region or "", errors="replace"))
         return Route("shared_memory", _READ if operation == "status" else _RUN, rest=rest)
+    match = _REPOSITORY.fullmatch(path)
+    if match is not None:
+        return Route("no_repository_names" if match["named"] else match["action"], _RUN, match["model"] or "")
     match = _MODEL.fullmatch(path)
     if match is None or (match["version"] and match["action"] == "trace/setting"):  # versions have none of their own
         return None

@@ -12,6 +12,7 @@ from typing import Final
 import attrs
 
 from trio_infer._version import __version__
+from trio_infer.api import repository
 from trio_infer.api.cancel import cancel
 from trio_infer.api.generate import answer_generate, answer_generate_stream
 from trio_infer.api.header_patterns import HeaderPattern
@@ -29,6 +30,7 @@ from trio_infer.observe.observatory import Observatory
 from trio_infer.protocol.jsontext import dumps, error_json
 from trio_infer.protocol.metadata import model_metadata, server_metadata
 from trio_infer.scheduling.catalog import Catalog, ServedModel
+from trio_infer.scheduling.control import ModelControl
 from trio_infer.wire.serve import JSON, Exchange
 
 __all__ = ["V2"]
@@ -40,6 +42,7 @@ class V2:
 
     Args:
         catalog: what is served.
+        control: what loads and unloads.
         limits: bounds on bodies.
         name: of the server, in its metadata.
         draining: whether the server is on its way down.
@@ -52,6 +55,7 @@ class V2:
 
     catalog: Catalog
     limits: Limits
+    control: ModelControl
     name: str = "trio-infer"
     draining: Callable[[], bool] = lambda: False
     lives: Callable[[], Iterable[Life]] = tuple
@@ -81,7 +85,7 @@ class V2:
         if self.draining():
             await exchange.respond(503, PLAIN)
         else:
-            await exchange.respond(200 if self.catalog.ready else 400, PLAIN)
+            await exchange.respond(200 if self.control.ready else 400, PLAIN)
 
     async def server(self, exchange: Exchange, route: Route) -> None:
         await _respond_json(exchange, server_metadata(self.name, __version__, self.extensions()))
@@ -98,7 +102,10 @@ class V2:
         await _respond_json(exchange, model_metadata(model.signature, versions, platform))
 
     async def model_ready(self, exchange: Exchange, route: Route) -> None:
-        if not self.catalog.find(route.model, route.version).ready:
+        model = self.catalog.find(route.model, route.version)
+        if model is None and not self.catalog.knows(route.model, route.version):
+            self.catalog.find_ready(route.model, route.version)  # says so
+        if model is None or not await model.is_ready():
             raise InferError("Model version not ready")
         await exchange.respond(200, PLAIN)
 
@@ -143,6 +150,10 @@ _ANSWERS: Final[dict[str, Callable[[V2, Exchange, Route], Awaitable[None]]]] = {
     "generate": V2.generate,
     "generate_stream": V2.generate_stream,
     "cancel": cancel,
+    "index": repository.index,
+    "load": repository.load,
+    "unload": repository.unload,
+    "no_repository_names": repository.no_repository_names,
     "statistics": statistics,
     "metrics": metrics,
     "logging": logging_settings,

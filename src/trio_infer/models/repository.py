@@ -9,11 +9,13 @@ subdirectories are versions whose names are positive numbers without a leading z
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from trio_infer.errors import ModelLoadError, SetupError
+import attrs
+
+from trio_infer.errors import ModelLoadError, SetupError, UnknownModelError
 from trio_infer.models.native import Model, NativeRunner
 from trio_infer.models.runner import Runner
 from trio_infer.models.triton_imports import ModelCode
@@ -22,7 +24,7 @@ from trio_infer.models.triton_python import TritonPythonRunner
 from trio_infer.models.worker.runner import ProcessRunner
 from trio_infer.protocol.model_config import ModelConfig
 
-__all__ = ["find_models", "load_model"]
+__all__ = ["ModelRepository", "Prepared", "find_models", "load_model"]
 
 _NO_MODELS: Final = {"lost+found", "__pycache__"}
 
@@ -46,6 +48,21 @@ def find_models(
         ModelLoadError: of the first model, by name, that can't be served; or two repositories have it.
     """
     found: dict[str, Path] = {}
+    for name, directories in _directories(roots).items():
+        if len(directories) > 1:
+            reason = f"it is in two repositories, here and in {directories[0].parent}"
+            raise ModelLoadError(name, reason, where=directories[1].parent)
+        found[name] = directories[0]
+    return [
+        runner
+        for name in sorted(found)
+        for runner in load_model(found[name], auto_complete=auto_complete, execution=execution)
+    ]
+
+
+def _directories(roots: Sequence[Path]) -> dict[str, list[Path]]:
+    """By name, the directories of each model: several if more than one repository has it."""
+    found: dict[str, list[Path]] = {}
     for root in roots:
         if not root.is_dir():
             fault = "is not a directory" if root.exists() else "does not exist"
@@ -56,29 +73,30 @@ def find_models(
             name = directory.name
             if name.startswith(".") or name in _NO_MODELS or not directory.is_dir():
                 continue
-            if name in found and found[name].resolve() != directory.resolve():
-                raise ModelLoadError(name, f"it is in two repositories, here and in {found[name].parent}", where=root)
-            found[name] = directory
-    return [
-        runner
-        for name in sorted(found)
-        for runner in load_model(found[name], auto_complete=auto_complete, execution=execution)
-    ]
+            others = found.setdefault(name, [])
+            if all(other.resolve() != directory.resolve() for other in others):
+                others.append(directory)
+    return found
 
 
 def load_model(
-    directory: Path, *, auto_complete: bool = True, execution: Literal["process", "thread"] = "process"
+    directory: Path,
+    *,
+    name: str = "",
+    auto_complete: bool = True,
+    execution: Literal["process", "thread"] = "process",
 ) -> list[Runner]:
     """The runners of one model.
 
     Args:
         directory: named after the model.
+        name: what it is to be served as, if not by the directory's name.
         auto_complete, execution: as for `find_models`.
 
     Raises:
         ModelLoadError: no version to serve, a broken configuration, a backend that isn't there.
     """
-    name = directory.name
+    served_as, name = name, directory.name
     file = directory / "config.pbtxt"
     try:
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
@@ -91,10 +109,12 @@ def load_model(
         raise ModelLoadError(name, reason, where=file)
     versions = _versions(config, directory)
     backend = _backend(config, directory, versions, filename)
-    if backend == "trio_infer":
-        return [_native(config, directory, version, filename) for version in versions]
     if not config.backend:
         config = ModelConfig.parse(f'{text}\nbackend: "python"', name=name, where=file)
+    if served_as:
+        config = config.renamed(served_as)
+    if backend == "trio_infer":
+        return [_native(config, directory, version, filename) for version in versions]
     kind = TritonPythonRunner if (config.execution or execution) == "thread" else ProcessRunner
     return [kind(config, directory=directory, version=version, auto_complete=auto_complete) for version in versions]
 
@@ -155,3 +175,70 @@ def _native(config: ModelConfig, directory: Path, version: int, filename: str) -
     for attribute, value in given.items():
         object.__setattr__(model, attribute, value)  # also of a frozen attrs class
     return NativeRunner(model)
+
+
+@attrs.frozen
+class Prepared:
+    """One model's versions, read but not loaded.
+
+    Args:
+        name: the model's.
+        runners: its versions, the lowest first.
+    """
+
+    name: str
+    runners: tuple[Runner, ...]
+
+    def dispose(self) -> None:
+        """Remove what lies on disk only for them."""
+
+
+@attrs.frozen
+class ModelRepository:
+    """Model repositories, of which a server loads model by model. All of it blocks.
+
+    Args:
+        roots: the directories that models are in.
+        auto_complete, execution: as for `find_models`.
+    """
+
+    roots: Sequence[Path]
+    auto_complete: bool = attrs.field(default=True, kw_only=True)
+    execution: Literal["process", "thread"] = attrs.field(default="process", kw_only=True)
+
+    def scan(self) -> dict[str, str]:
+        """The names of all models, and why one can't be served as a whole, or "".
+
+        Raises:
+            SetupError: a root isn't a directory, or is a model.
+        """
+        return {
+            name: "" if len(directories) == 1 else "model appears in two or more repositories"
+            for name, directories in sorted(_directories(self.roots).items())
+        }
+
+    def fingerprint(self, name: str) -> Hashable:
+        """Changes when the model's files do."""
+        marks = []
+        for directory in _directories(self.roots).get(name, ()):
+            for file in sorted(directory.rglob("*")):
+                if "__pycache__" not in file.parts and file.is_file():
+                    status = file.stat()
+                    marks.append((str(file), status.st_mtime_ns, status.st_size, status.st_ino))
+        return tuple(marks)
+
+    def prepare(self, name: str, *, config: str | None = None, files: Mapping[str, bytes] = {}) -> Prepared:
+        """Read a model.
+
+        Raises:
+            UnknownModelError: no repository has it.
+            ModelLoadError: it can't be served.
+        """
+        directories = _directories(self.roots).get(name, [])
+        if not directories:
+            raise UnknownModelError(name, f"there is no directory of that name in {', '.join(map(str, self.roots))}")
+        if len(directories) > 1:
+            raise ModelLoadError(name, "model appears in two or more repositories", where=directories[1].parent)
+        return Prepared(
+            name, tuple(load_model(directories[0], auto_complete=self.auto_complete, execution=self.execution))
+        )

@@ -19,7 +19,7 @@ from trio_infer.protocol.shapes import check_size, check_spec, element_count, fi
 from trio_infer.protocol.tensors import json_to_array, object_array
 from trio_infer.protocol.values import Array, Signature, TensorSpec
 
-__all__ = ["check_complete", "read_inputs", "read_raw_input"]
+__all__ = ["check_arrays", "check_complete", "read_inputs", "read_raw_input"]
 
 
 class _Tail:
@@ -170,6 +170,33 @@ def check_complete(inputs: Mapping[str, Array], signature: Signature, request_id
                     f"input '{name}' batch size does not match other inputs for '{model}' "
                     f"('{first}' has {rows} rows, '{name}' {inputs[name].shape[0]})",
                 )
+
+
+def check_arrays(inputs: Mapping[str, Array], signature: Signature, request_id: str) -> Mapping[str, Array]:
+    """Inputs that a model gives to another model, held against what that takes.
+
+    Args:
+        inputs: by name; BF16 tensors are float32.
+        signature: the model's.
+        request_id: for messages.
+
+    Returns:
+        the same.
+
+    Raises:
+        InferError: as for a client's request.
+    """
+    specs = {spec.name: spec for spec in signature.inputs}
+    for name, array in inputs.items():
+        spec = specs.get(name)
+        if spec is None:
+            raise InferError(
+                f"unexpected inference input '{clip(name)}' for model '{signature.name}' (it takes {_quoted(specs)})"
+            )
+        datatype = spec.datatype if array.dtype == spec.datatype.dtype else Datatype.of_array(array)
+        check_spec(spec, datatype, array.shape, signature, request_id)
+    check_complete(inputs, signature, request_id)
+    return inputs
 
 
 def _quoted(names: Any) -> str:

@@ -248,6 +248,13 @@ class ModelConfig:
             every=policy.HasField("all"),
         )
 
+    def renamed(self, name: str) -> ModelConfig:
+        """The same for a model that is served under another name than its directory's."""
+        message = new_config()
+        message.CopyFrom(self.message)
+        message.name = name
+        return attrs.evolve(self, message=message)
+
     def instance_name(self, index: int) -> str:
         """What the instance is called: its group and its number there.
 
