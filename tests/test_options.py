@@ -312,6 +312,9 @@ def test_a_list_in_the_place_of_one_value_is_refused(text: str, complain: Compla
 # -- Help ------------------------------------------------------------------------------------------------------------
 
 
+NESTED = {"limits", "control", "disconnects", "keepalive", "cloud", "traces", "grpc", "ignored"}
+
+
 def test_help_groups_every_option_and_shows_defaults(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +340,16 @@ def test_help_groups_every_option_and_shows_defaults(
     ]
     for kind in (Options, CloudFronts, Limits, DisconnectPolicy, Keepalive, Ignored):
         for field in attrs.fields(kind):
-            if field.name not in {"limits", "control", "disconnects", "keepalive", "cloud", "traces", "grpc", "ignored"}:
+            if field.name not in {
+                "limits",
+                "control",
+                "disconnects",
+                "keepalive",
+                "cloud",
+                "traces",
+                "grpc",
+                "ignored",
+            }:
                 assert f"--{field.name.replace('_', '-')}" in out
     text = " ".join(out.split())
     assert "--http-address TEXT Name or address to listen on. (Triton: 0.0.0.0" in text

@@ -173,7 +173,7 @@ async def test_connections_that_end_at_any_stage_leave_nothing_behind() -> None:
         gc.collect()
         assert trio.lowlevel.current_statistics().tasks_living == tasks
         assert descriptors() == files
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads  # an idle one of trio's may have ended by itself
         assert ticker.ticks < 5000
         last = await served.connect()
         assert (await last.ask(LIVE)).status == 200
