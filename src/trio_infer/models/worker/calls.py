@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import trio
 
@@ -44,13 +44,14 @@ class Calls:
         self._works = works
         self._nursery = nursery
         self._asked: dict[int, _Asked] = {}
-        self.handlers: dict[Kind, Callable[[Message], None]] = {
-            Kind.CALL: self._call,
-            Kind.TELL: self._tell,
-            Kind.ASK: self._ask,
-            Kind.ASK_CANCEL: self._ask_cancel,
-            Kind.ASK_CREDIT: self._ask_credit,
-        }
+
+    def handle(self, message: Message) -> None:
+        """Do what a message asks for.
+
+        Raises:
+            KeyError: it asks for nothing.
+        """
+        _HANDLERS[message.kind](self, message)
 
     def close(self) -> None:
         """The worker is gone: nobody wants the rest."""
@@ -135,6 +136,16 @@ class Calls:
         asked = self._asked.get(message.fields["id"])
         if asked is not None:
             asked.credit()
+
+
+# Not the bound methods in the object itself: a cycle would keep the memory for longer than the worker lives.
+_HANDLERS: Final[dict[Kind, Callable[[Calls, Message], None]]] = {
+    Kind.CALL: Calls._call,
+    Kind.TELL: Calls._tell,
+    Kind.ASK: Calls._ask,
+    Kind.ASK_CANCEL: Calls._ask_cancel,
+    Kind.ASK_CREDIT: Calls._ask_credit,
+}
 
 
 class _Asked:

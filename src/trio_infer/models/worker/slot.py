@@ -280,7 +280,7 @@ class Slot:
                 nursery.cancel_scope.cancel()
         finally:
             self._ready = self._busy = self._waits_for_settings = False
-            self._worker = None
+            self._worker = self._calls = None  # and with them, at the latest, the memory goes
             if not by_itself:
                 worker.kill()
                 with trio.move_on_after(REAPING, shield=True):
@@ -327,7 +327,7 @@ class Slot:
             if do is not None:
                 do(self, message)
             else:
-                self._calls.handlers[message.kind](message)
+                self._calls.handle(message)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CodecError(f"a message {message.kind.name} that can't be: {error!r}") from error
 
