@@ -8,12 +8,14 @@ once. A loop for each request, as by `asyncio.run`, was rejected: it costs more 
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import asyncio  # 40 ms at the start of a worker process, for models that have no use for it
 
 __all__ = ["InstanceLoop", "Running"]
 
@@ -49,6 +51,8 @@ class Running:
             self._loop.call_soon_threadsafe(self._cancel)
 
     def _begin(self) -> None:
+        import asyncio
+
         self._task = asyncio.get_running_loop().create_task(_outcome(self._coroutine))
         self._task.add_done_callback(self._ended)
 
@@ -57,6 +61,8 @@ class Running:
             self._task.cancel()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
+        import asyncio
+
         self._task = None
         if task.cancelled():  # before its first step
             self._coroutine.close()
@@ -93,6 +99,8 @@ class InstanceLoop:
         Raises:
             RuntimeError: the loop is closed.
         """
+        import asyncio
+
         with self._lock:
             if self._closed:
                 coroutine.close()
@@ -114,6 +122,8 @@ class InstanceLoop:
         self._thread.join(CLOSING + 1)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        import asyncio
+
         asyncio.set_event_loop(loop)
         while not self._closed:
             with suppress(SystemExit, KeyboardInterrupt):  # a task's; the instance goes on, as after any other error

@@ -11,11 +11,10 @@ it costs what the callable costs (0.05 microseconds for a life's flag), with no 
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -25,6 +24,9 @@ from trio_infer.models.triton_current import Job
 from trio_infer.models.triton_imports import ModelCode, calling_code
 from trio_infer.models.triton_tensors import Tensor, TritonError, TritonModelException, wire_array
 from trio_infer.protocol.values import Array, InferRequest, InferResponse
+
+if TYPE_CHECKING:
+    import asyncio  # 40 ms at the start of a worker process, for models that have no use for it
 
 __all__ = [
     "InferenceRequest",
@@ -377,6 +379,8 @@ class InferenceRequest:
             RuntimeError: there is no running event loop.
             TritonModelException: as `exec`.
         """
+        import asyncio
+
         bridge = self._bridge("async_exec()")
         loop = asyncio.get_running_loop()
         replies = self._ask(bridge)
@@ -425,6 +429,8 @@ class InferenceRequest:
         return InferenceResponse.received(first, self._requested)
 
     async def _only_async(self, replies: Replies) -> InferenceResponse:
+        import asyncio
+
         try:
             first = await _next_async(replies)
             return self._only(replies, first, None if first is None else await _next_async(replies))
@@ -463,6 +469,8 @@ def _read_only(array: Array) -> Array:
 
 
 async def _next_async(replies: Replies) -> InferResponse | InferError | None:
+    import asyncio
+
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
 
