@@ -123,6 +123,49 @@ def polling(repository: Path, instances: int) -> Runner:
     return runner
 
 
+COPYING = '''
+import os
+import time
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """Gives back what it gets; asked by "flag", what `is_cancelled()` costs; by "pid", the process that it is in."""
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+        if request.request_id() == "flag":
+            is_cancelled = request.is_cancelled
+            start = time.perf_counter_ns()
+            for _ in range(10_000):
+                is_cancelled()
+            x[:1] = (time.perf_counter_ns() - start) / 10_000
+        if request.request_id() == "pid":
+            x[:2] = divmod(os.getpid(), 1 << 16)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("x", x)])
+'''
+
+COPYING_CONFIG = """
+input [{{ name: "x" data_type: TYPE_FP32 dims: [-1] }}]
+output [{{ name: "x" data_type: TYPE_FP32 dims: [-1] }}]
+parameters {{ key: "execution" value {{ string_value: "{execution}" }} }}
+"""
+
+
+def copying(repository: Path, execution: str) -> Runner:
+    """A Triton model that copies, named after where it runs."""
+    version = repository / execution / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(COPYING)
+    (version.parent / "config.pbtxt").write_text(COPYING_CONFIG.format(execution=execution))
+    (runner,) = load_model(version.parent)
+    return runner
+
+
 class Sink(Model):
     """Takes a tensor of any size; gives back one number."""
 

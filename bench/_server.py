@@ -19,7 +19,7 @@ from typing import Any
 import trio
 
 import _models
-from _models import Echo, Endings, Hop, Sink, Source, Stamped, Stream, Wait, polling
+from _models import Echo, Endings, Hop, Sink, Source, Stamped, Stream, Wait, copying, polling
 from trio_infer import DisconnectPolicy, Limits, Server
 from trio_infer.app import spare_the_collector
 from trio_infer.models.native import NativeRunner
@@ -34,6 +34,8 @@ def models(config: dict[str, Any], repository: Path) -> list[Any]:
         "wait": lambda: Wait(slots),
         "stream": lambda: Stream(slots),
         "poll": lambda: polling(repository, slots),
+        "thread": lambda: copying(repository, "thread"),
+        "process": lambda: copying(repository, "process"),
         "sink": Sink,
         "source": Source,
     }
