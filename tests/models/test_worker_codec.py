@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,7 @@ arrays = numeric.flatmap(lambda dtype: hnp.arrays(dtype, shapes)) | hnp.arrays(o
 
 @pytest.fixture(scope="module")
 def memory() -> Any:
-    import os
-
-    fd = create()
-    memory = Memory(fd)
+    fd, memory = create()
     os.close(fd)
     return memory
 
@@ -165,10 +163,7 @@ def test_blocks_in_hand_never_overlap(memory: Memory, steps: list[int]) -> None:
 
 
 def test_memory_that_lies_free_beyond_the_bound_goes_back_to_the_kernel() -> None:
-    import os
-
-    fd = create()
-    memory = Memory(fd)
+    fd, memory = create()
     blocks = Blocks(memory, upper=False)
     offsets = [blocks.take(KEEP // 2) for _ in range(4)]
     for offset in offsets:
@@ -179,6 +174,13 @@ def test_memory_that_lies_free_beyond_the_bound_goes_back_to_the_kernel() -> Non
     for offset in offsets:
         blocks.free(offset)
     assert os.fstat(fd).st_blocks * 512 <= KEEP + 2**20
+    os.close(fd)
+
+
+def test_neither_side_can_cut_the_memory_off_under_the_other() -> None:
+    fd, _ = create()
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 4096)
     os.close(fd)
 
 

@@ -161,18 +161,20 @@ class _Worker:
             tuple(fields["outputs"]),
             is_cancelled=job.is_cancelled,
         )
-        response = error = None
+        response = None
         try:
             response = self._executor.execute(self._loaded, job, request)
-        except InferError as raised:
-            error = raised
-            # Its frames are of no use here, and they would keep the request and its senders.
-            if raised.__cause__ is None:
-                raised.__traceback__ = None
+        except InferError as error:
+            if not job.detached:
+                job.tell_finished(expect_more=False, error=error)
+            # Frames that would keep the request and its senders until the next garbage collection.
+            error.__traceback__ = None
+            if error.__cause__ is not None:
+                error.__cause__.__traceback__ = None
+            return
         if not job.detached:
-            more = job.started and response is None and error is None
             try:
-                job.tell_finished(expect_more=more, error=error, response=response)
+                job.tell_finished(expect_more=job.started and response is None, response=response)
             except (MemoryError, InferError) as fault:
                 job.tell_finished(expect_more=False, error=InferError(str(fault), status=500))
 

@@ -155,8 +155,8 @@ class RemoteJob:
                 self.error = error
             if not expect_more:
                 self._final = True
-        if self._detached:
-            self.tell_finished(expect_more=expect_more, error=error)
+        if self._detached:  # if the client doesn't get to know an error, `Executor` logs it
+            self.tell_finished(expect_more=expect_more, error=error if self.error is error else None)
 
     def tell_finished(
         self, *, expect_more: bool, error: InferError | None = None, response: InferResponse | None = None

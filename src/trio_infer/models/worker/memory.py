@@ -5,7 +5,7 @@ side and inherited by descriptor. So it can't be left behind in `/dev/shm`, whoe
 the last of the two processes. The file is *sparse*: it is as large as anybody may ever need, and costs only the pages
 that were written to.
 
-    0 ......... CELLS ................ HALF ..................... 2 * HALF
+    0 ................................ half ................... the end
     | a flag    | blocks that the      | blocks that the worker
     | a request | server hands out     | hands out
 
@@ -25,6 +25,7 @@ aligned 64-bit store, seen by the other process at once, without a message.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import tempfile
@@ -33,33 +34,47 @@ from collections import deque
 from contextlib import suppress
 from typing import Any, Final
 
-__all__ = ["CELLS", "HALF", "Blocks", "Memory", "create"]
+__all__ = ["CELLS", "Blocks", "Memory", "create"]
 
 CELLS: Final = 8192
 """How many requests one worker may have in hand; thousands of streams that wait is far beyond what was seen."""
 
 _START: Final = CELLS * 8
-HALF: Final = 64 * 2**30
-"""Address space for each direction; of no cost until it is used."""
+HALVES: Final = (64 * 2**30, 4 * 2**30, 2**29)
+"""Address space for each direction, of no cost until it is used; the largest that the process may have (`ulimit`)."""
 
 SMALLEST: Final = 4096
 KEEP: Final = 64 * 2**20
 """Bytes that a direction keeps for reuse: a 4K image in FP32 both ways, a few times over."""
 
 
-def create() -> int:
-    """A new file of that kind; its descriptor is not inheritable and the caller's to close."""
+def create() -> tuple[int, Memory]:
+    """A new file of that kind, mapped; its descriptor is not inheritable and the caller's to close.
+
+    Raises:
+        OSError: there is no memory or no descriptor to be had.
+    """
+    for half in HALVES[:-1]:
+        with suppress(OSError):
+            return _create(half)
+    return _create(HALVES[-1])
+
+
+def _create(half: int) -> tuple[int, Memory]:
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("trio-infer", os.MFD_CLOEXEC)
+        fd = os.memfd_create("trio-infer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
     try:
-        os.ftruncate(fd, 2 * HALF)
+        os.ftruncate(fd, 2 * half)
+        if hasattr(fcntl, "F_ADD_SEALS"):
+            # If either side could cut it, the other would die of SIGBUS.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return fd, Memory(fd)
     except OSError:
         os.close(fd)
         raise
-    return fd
 
 
 class Memory:
@@ -69,12 +84,14 @@ class Memory:
         fd: as `create` gives it; not needed any more afterwards.
 
     Attributes:
+        size: of the whole file.
         cells: the flags, by the request's cell.
         freed: the offsets of blocks that this side has read; whoever sends the next message takes them along.
     """
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, 2 * HALF)
+        self.size: int = os.fstat(fd).st_size
+        self._map = mmap.mmap(fd, self.size)
         self.cells: memoryview = memoryview(self._map)[:_START].cast("q")
         self.freed: deque[int] = deque()
 
@@ -88,7 +105,7 @@ class Memory:
         Raises:
             ValueError: there is no such place.
         """
-        if offset < _START or size < 1 or offset + size > 2 * HALF:
+        if offset < _START or size < 1 or offset + size > self.size:
             raise ValueError(f"no block of {size} bytes can be at {offset}")
         block = (ctypes.c_ubyte * size).from_buffer(self._map, offset)
         weakref.finalize(block, self.freed.append, offset).atexit = False
@@ -120,8 +137,9 @@ class Blocks:
 
     def __init__(self, memory: Memory, *, upper: bool, keep: int = KEEP) -> None:
         self.memory = memory
-        self._next = HALF if upper else _START
-        self._end = 2 * HALF if upper else HALF
+        half = memory.size // 2
+        self._next = half if upper else _START
+        self._end = memory.size if upper else half
         self._keep = keep
         self._kept = 0
         self._taken: dict[int, int] = {}

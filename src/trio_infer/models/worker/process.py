@@ -28,7 +28,7 @@ from typing import Any, Final
 import trio
 
 from trio_infer.models.worker.codec import CodecError, Inbox, Kind, Message, encode, pack
-from trio_infer.models.worker.memory import Blocks, Memory, create
+from trio_infer.models.worker.memory import Blocks, create
 from trio_infer.protocol.values import Array
 
 __all__ = ["Worker", "died_of"]
@@ -49,7 +49,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        memory_fd = create()
+        memory_fd, self.memory = create()
         theirs: list[socket.socket] = []
         ours: list[socket.socket] = []
         try:
@@ -57,7 +57,6 @@ class Worker:
                 mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
                 ours.append(mine)
                 theirs.append(other)
-            self.memory = Memory(memory_fd)
             fds = [theirs[0].fileno(), theirs[1].fileno(), memory_fd]
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, and nothing from outside
                 [sys.executable, "-P", "-c", _BOOT.format(home=_HOME), name, str(os.getpid()), *map(str, fds)],
