@@ -6,7 +6,6 @@ that is a `Framing`. All else is the same, whichever way a request came in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -18,7 +17,7 @@ from trio_infer.api.regions import RegionRegistry
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.limits import Limits
 from trio_infer.protocol.compression import choose_encoding, compress
-from trio_infer.protocol.infer import NO_LABELS, EncodedResponse, decode_request, encode_response, parse_header_length
+from trio_infer.protocol.infer import EncodedResponse, decode_request, encode_response, parse_header_length
 from trio_infer.protocol.regions import NO_REGIONS
 from trio_infer.protocol.values import InferResponse, ResponsePlan
 from trio_infer.scheduling.catalog import ServedModel
@@ -80,7 +79,6 @@ async def answer_infer(
     compressed: bool = True,
     forwarded: HeaderPattern | None = None,
     regions: RegionRegistry | None = None,
-    labels: Mapping[str, Sequence[str]] = NO_LABELS,
 ) -> None:
     """Read an infer request, run it, and answer with its one response.
 
@@ -91,7 +89,6 @@ async def answer_infer(
         compressed: the answer may be, if the client takes that.
         forwarded: which headers become parameters of the request; one that it has already stays as it is.
         regions: of shared memory; None if clients may not use any.
-        labels: of the classes of those outputs that have some.
 
     Raises:
         InferError: the request is wrong, or the model says so.

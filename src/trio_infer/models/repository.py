@@ -8,8 +8,13 @@ subdirectories are versions whose names are positive numbers without a leading z
 
 from __future__ import annotations
 
+import itertools
 import re
+import stat
+import tempfile
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -17,6 +22,7 @@ import attrs
 
 from trio_infer.errors import ModelLoadError, SetupError, UnknownModelError
 from trio_infer.models.native import Model, NativeRunner
+from trio_infer.models.overrides import check_name, read_config, write_files
 from trio_infer.models.runner import Runner
 from trio_infer.models.triton_imports import ModelCode
 from trio_infer.models.triton_loading import model_fault
@@ -25,6 +31,14 @@ from trio_infer.models.worker.runner import ProcessRunner
 from trio_infer.protocol.model_config import ModelConfig
 
 __all__ = ["ModelRepository", "Prepared", "find_models", "load_model"]
+
+LARGEST_LABELS: Final = 2**24
+"""Bytes of one file of labels; ImageNet's 21,841 classes take less than one MiB."""
+
+MOST_FILES: Final = 100_000
+"""That a model's directory is looked through for, to tell whether something has changed."""
+
+TWICE: Final = "model appears in two or more repositories"
 
 _NO_MODELS: Final = {"lost+found", "__pycache__"}
 
@@ -83,6 +97,7 @@ def load_model(
     directory: Path,
     *,
     name: str = "",
+    config: str | None = None,
     auto_complete: bool = True,
     execution: Literal["process", "thread"] = "process",
 ) -> list[Runner]:
@@ -91,6 +106,7 @@ def load_model(
     Args:
         directory: named after the model.
         name: what it is to be served as, if not by the directory's name.
+        config: JSON text in place of its `config.pbtxt`.
         auto_complete, execution: as for `find_models`.
 
     Raises:
@@ -98,25 +114,45 @@ def load_model(
     """
     served_as, name = name, directory.name
     file = directory / "config.pbtxt"
-    try:
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelLoadError(name, f"its configuration can't be read: {error}", where=file) from error
-    config = ModelConfig.parse(text, name=name, where=file)
-    filename = config.default_model_filename or "model.py"
+    if config is not None:
+        read = read_config(config, name)
+    else:
+        try:
+            text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelLoadError(name, f"its configuration can't be read: {error}", where=file) from error
+        read = ModelConfig.parse(text, name=name, where=file)
+    filename = read.default_model_filename or "model.py"
     if Path(filename).name != filename or not filename.endswith(".py"):
         reason = f"default_model_filename must be the name of a .py file in the version directory, got '{filename}'"
         raise ModelLoadError(name, reason, where=file)
-    versions = _versions(config, directory)
-    backend = _backend(config, directory, versions, filename)
-    if not config.backend:
-        config = ModelConfig.parse(f'{text}\nbackend: "python"', name=name, where=file)
+    versions = _versions(read, directory)
+    read = read.with_backend(_backend(read, directory, versions, filename))
+    labels = {output: _labels(name, directory, path) for output, path in read.label_files.items()}
     if served_as:
-        config = config.renamed(served_as)
-    if backend == "trio_infer":
-        return [_native(config, directory, version, filename) for version in versions]
-    kind = TritonPythonRunner if (config.execution or execution) == "thread" else ProcessRunner
-    return [kind(config, directory=directory, version=version, auto_complete=auto_complete) for version in versions]
+        read = read.renamed(served_as)
+    if read.backend == "trio_infer":
+        return [_native(read, directory, version, filename, labels) for version in versions]
+    kind = TritonPythonRunner if (read.execution or execution) == "thread" else ProcessRunner
+    return [
+        kind(read, directory=directory, version=version, auto_complete=auto_complete, labels=labels)
+        for version in versions
+    ]
+
+
+def _labels(model: str, directory: Path, path: str) -> tuple[str, ...]:
+    """The labels of an output's classes, one a line."""
+    file = directory / path
+    if not file.resolve().is_relative_to(directory.resolve()):
+        raise ModelLoadError(model, f"`label_filename` must be in the model's directory, got '{path}'")
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(LARGEST_LABELS + 1)
+        if len(content) > LARGEST_LABELS:
+            raise ModelLoadError(model, f"the labels are larger than {LARGEST_LABELS} bytes", where=file)
+        return tuple(content.decode().splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(model, f"the labels can't be read: {error}", where=file) from error
 
 
 def _versions(config: ModelConfig, directory: Path) -> tuple[int, ...]:
@@ -144,7 +180,9 @@ def _backend(config: ModelConfig, directory: Path, versions: Sequence[int], file
     raise ModelLoadError(config.name, f"{kind} is not supported; 'python' and 'trio_infer' are", where=config.where)
 
 
-def _native(config: ModelConfig, directory: Path, version: int, filename: str) -> NativeRunner:
+def _native(
+    config: ModelConfig, directory: Path, version: int, filename: str, labels: Mapping[str, tuple[str, ...]]
+) -> NativeRunner:
     code = ModelCode(config.name, directory / str(version) / filename)
     if not code.file.is_file():
         raise ModelLoadError(config.name, f"there is no {filename} in its version directory", where=code.file)
@@ -167,7 +205,8 @@ def _native(config: ModelConfig, directory: Path, version: int, filename: str) -
     config.check_tensors()
     given: dict[str, object] = {"name": config.name, "version": str(version)}
     if config.inputs or config.outputs:
-        given |= {"inputs": config.inputs, "outputs": config.outputs, "max_batch_size": config.max_batch_size}
+        outputs = config.signature(str(version), labels).outputs
+        given |= {"inputs": config.inputs, "outputs": outputs, "max_batch_size": config.max_batch_size}
     if config.has_instance_group:
         given["instances"] = config.instance_count
     if config.on_disconnect is not None:
@@ -184,13 +223,17 @@ class Prepared:
     Args:
         name: the model's.
         runners: its versions, the lowest first.
+        files: the directory of files that were given for it; None if they are a repository's.
     """
 
     name: str
     runners: tuple[Runner, ...]
+    files: tempfile.TemporaryDirectory[str] | None = attrs.field(default=None, repr=False)
 
     def dispose(self) -> None:
-        """Remove what lies on disk only for them."""
+        """Remove the files that were given for it. Blocks."""
+        if self.files is not None:
+            self.files.cleanup()
 
 
 @attrs.frozen
@@ -213,32 +256,44 @@ class ModelRepository:
             SetupError: a root isn't a directory, or is a model.
         """
         return {
-            name: "" if len(directories) == 1 else "model appears in two or more repositories"
+            name: "" if len(directories) == 1 else TWICE
             for name, directories in sorted(_directories(self.roots).items())
         }
 
     def fingerprint(self, name: str) -> Hashable:
-        """Changes when the model's files do."""
+        """Changes when the model's files do: their paths, sizes, times and inodes; contents aren't read."""
         marks = []
         for directory in _directories(self.roots).get(name, ()):
-            for file in sorted(directory.rglob("*")):
-                if "__pycache__" not in file.parts and file.is_file():
+            for file in sorted(itertools.islice(directory.rglob("*"), MOST_FILES)):
+                with suppress(OSError):  # it was there a moment ago
                     status = file.stat()
-                    marks.append((str(file), status.st_mtime_ns, status.st_size, status.st_ino))
+                    if "__pycache__" not in file.parts and stat.S_ISREG(status.st_mode):
+                        marks.append((str(file), status.st_mtime_ns, status.st_size, status.st_ino))
         return tuple(marks)
 
     def prepare(self, name: str, *, config: str | None = None, files: Mapping[str, bytes] = {}) -> Prepared:
         """Read a model.
 
+        Args:
+            config: JSON text in place of its configuration file.
+            files: contents by path, such as `1/model.py`, in place of all its files.
+
         Raises:
             UnknownModelError: no repository has it.
             ModelLoadError: it can't be served.
         """
+        check_name(name)
+        load = partial(load_model, config=config, auto_complete=self.auto_complete, execution=self.execution)
+        if files:
+            holder = write_files(name, files)
+            try:
+                return Prepared(name, tuple(load(Path(holder.name) / name)), holder)
+            except BaseException:
+                holder.cleanup()
+                raise
         directories = _directories(self.roots).get(name, [])
         if not directories:
             raise UnknownModelError(name, f"there is no directory of that name in {', '.join(map(str, self.roots))}")
         if len(directories) > 1:
-            raise ModelLoadError(name, "model appears in two or more repositories", where=directories[1].parent)
-        return Prepared(
-            name, tuple(load_model(directories[0], auto_complete=self.auto_complete, execution=self.execution))
-        )
+            raise ModelLoadError(name, TWICE, where=directories[1].parent)
+        return Prepared(name, tuple(load(directories[0])))

@@ -23,9 +23,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import trio
@@ -56,6 +57,7 @@ class TritonPythonRunner:
         auto_complete: whether the model's `auto_complete_config` is asked.
         deaf_after: seconds after which the log mentions a run that goes on without its client. A second is long for
             a model that asks `is_cancelled()` once a step, and short for whoever looks for a lost instance.
+        labels: of the classes of those outputs that have some.
 
     Attributes:
         signature, config: after `load`, with what the model completed; before it, what the file says.
@@ -71,12 +73,14 @@ class TritonPythonRunner:
         version: int,
         auto_complete: bool = True,
         deaf_after: float = 1.0,
+        labels: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ) -> None:
         self.config: ModelConfig = config
         self.directory: Path = directory.absolute()
         self.version = version
         self._auto_complete = auto_complete
         self._deaf_after = deaf_after
+        self._labels = labels
         self._limiter = trio.CapacityLimiter(math.inf)
         self._lock = threading.Lock()  # for the two below, which loading and unloading threads share
         self._loaded: list[Loaded] = []
@@ -89,7 +93,7 @@ class TritonPythonRunner:
 
     def _read_config(self) -> None:
         try:
-            self.signature = self.config.signature(str(self.version))
+            self.signature = self.config.signature(str(self.version), self._labels)
         except KeyError:  # a tensor without a datatype, which the model may still complete
             self.signature = Signature(self.config.name, str(self.version), (), ())
         self.on_disconnect = self.config.on_disconnect

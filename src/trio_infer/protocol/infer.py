@@ -15,8 +15,7 @@ Errors are Triton's, text and status, with what was expected and what came behin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
@@ -37,9 +36,8 @@ from trio_infer.protocol.shapes import check_size
 from trio_infer.protocol.tensors import to_json
 from trio_infer.protocol.values import InferRequest, InferResponse, RequestedOutput, ResponsePlan, Signature
 
-__all__ = ["NO_LABELS", "EncodedResponse", "decode_request", "encode_response", "parse_header_length", "read_document"]
+__all__ = ["EncodedResponse", "decode_request", "encode_response", "parse_header_length", "read_document"]
 
-NO_LABELS: Final[Mapping[str, Sequence[str]]] = MappingProxyType({})
 
 _INTEGER: Final = re.compile(r"-?[0-9]{1,20}")
 
@@ -218,7 +216,6 @@ def encode_response(
     request: InferRequest,
     plan: ResponsePlan,
     signature: Signature,
-    labels: Mapping[str, Sequence[str]] = NO_LABELS,
 ) -> EncodedResponse:
     """The answer to an infer request.
 
@@ -226,7 +223,6 @@ def encode_response(
         response: what the model gave.
         request, plan: as decoded.
         signature: the model's.
-        labels: of the classes of those outputs that have some.
 
     Returns:
         JSON, and behind it the bytes of binary outputs in the order in which the JSON lists them.
@@ -243,7 +239,7 @@ def encode_response(
         datatype = spec.datatype
         if wanted.classes:
             batched = signature.max_batch_size > 0
-            array = classify(array, spec.name, wanted.classes, labels.get(spec.name, ()), batched=batched)
+            array = classify(array, spec.name, wanted.classes, spec.labels, batched=batched)
             datatype = Datatype.BYTES
         entry: dict[str, Any] = {"name": spec.name, "datatype": datatype.value, "shape": list(array.shape)}
         if wanted.place is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import attrs
@@ -250,10 +251,29 @@ class ModelConfig:
 
     def renamed(self, name: str) -> ModelConfig:
         """The same for a model that is served under another name than its directory's."""
+        return self._changed(name=name)
+
+    def with_backend(self, backend: str) -> ModelConfig:
+        """The same with the backend that was found out."""
+        return self._changed(backend=backend)
+
+    def _changed(self, **fields: str) -> ModelConfig:
         message = new_config()
         message.CopyFrom(self.message)
-        message.name = name
+        for name, value in fields.items():
+            setattr(message, name, value)
+        _normalise(message)
         return attrs.evolve(self, message=message)
+
+    @property
+    def warm_ups(self) -> tuple[Any, ...]:
+        """The samples of `model_warmup`, as the schema has them."""
+        return tuple(self.message.model_warmup)
+
+    @property
+    def label_files(self) -> dict[str, str]:
+        """By output: the file of its labels, in the model's directory; only outputs that have one."""
+        return {tensor.name: tensor.label_filename for tensor in self.message.output if tensor.label_filename}
 
     def instance_name(self, index: int) -> str:
         """What the instance is called: its group and its number there.
@@ -281,10 +301,20 @@ class ModelConfig:
             number -= _size(group)
         raise IndexError(f"'{self.name}' has {self.instance_count} instances, no number {index}")
 
-    def signature(self, version: str) -> Signature:
-        """What requests for this version are checked against."""
+    def signature(self, version: str, labels: Mapping[str, tuple[str, ...]] = MappingProxyType({})) -> Signature:
+        """What requests for this version are checked against.
+
+        Args:
+            labels: of the classes of those outputs that have some.
+        """
+        outputs = (attrs.evolve(spec, labels=labels.get(spec.name, ())) for spec in self.outputs)
         return Signature(
-            self.name, version, self.inputs, self.outputs, max_batch_size=self.max_batch_size, decoupled=self.decoupled
+            self.name,
+            version,
+            self.inputs,
+            tuple(outputs),
+            max_batch_size=self.max_batch_size,
+            decoupled=self.decoupled,
         )
 
     def check_tensors(self) -> None:

@@ -48,12 +48,14 @@ class TensorSpec:
         datatype: a `Datatype`, or its name on the wire (`"FP32"`).
         shape: the dimensions without the batch dimension; -1 is any size, `()` a scalar.
         optional: whether a request may leave this input out.
+        labels: what the classes are called that an output's elements stand for, by their index.
     """
 
     name: str
     datatype: Datatype = attrs.field(converter=_datatype)
     shape: tuple[int, ...] = attrs.field(converter=_shape)
     optional: bool = attrs.field(default=False, kw_only=True)
+    labels: tuple[str, ...] = attrs.field(default=(), kw_only=True, repr=False)
 
 
 @attrs.frozen

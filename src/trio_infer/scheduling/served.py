@@ -12,6 +12,7 @@ from trio_infer.errors import ErrorCode, InferError
 from trio_infer.lifecycle import CancelReason, Life, Phase, Timing
 from trio_infer.models.host import Host
 from trio_infer.models.runner import Runner
+from trio_infer.models.warmup import warm_up
 from trio_infer.observe.model_statistics import MOST_RESPONSES
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import InferRequest, InferResponse, Send, Signature
@@ -59,7 +60,7 @@ class ServedModel:
         return self._runner.on_disconnect
 
     async def load(self, host: Host) -> None:
-        """Load the model.
+        """Load the model, and run its warm-up.
 
         Args:
             host: what the model may ask of the server.
@@ -71,6 +72,7 @@ class ServedModel:
         """
         self._begun = True
         await self._runner.load(host)
+        await warm_up(self._runner)
         self._queue = InstanceQueue(self._runner.instances)
 
     async def is_ready(self) -> bool:

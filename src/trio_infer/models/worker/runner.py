@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import trio
@@ -36,6 +38,7 @@ class ProcessRunner:
         version: the number that its version directory is named after.
         auto_complete: whether the model's `auto_complete_config` is asked.
         deaf_after: seconds after which the log mentions a run that goes on without its client.
+        labels: of the classes of those outputs that have some.
 
     Attributes:
         signature, config: after `load`, with what the model completed; before it, what the file says.
@@ -51,12 +54,14 @@ class ProcessRunner:
         version: int,
         auto_complete: bool = True,
         deaf_after: float = 1.0,
+        labels: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ) -> None:
         self.config: ModelConfig = config
         self.directory: Path = directory.absolute()
         self.version = version
         self._auto_complete = auto_complete
         self._deaf_after = deaf_after
+        self._labels = labels
         self._slots: list[Slot] = []
         self._closing = False
         self._works: set[Work] = set()
@@ -67,7 +72,7 @@ class ProcessRunner:
 
     def _read_config(self) -> None:
         try:
-            self.signature = self.config.signature(str(self.version))
+            self.signature = self.config.signature(str(self.version), self._labels)
         except KeyError:  # a tensor without a datatype, which the model may still complete
             self.signature = Signature(self.config.name, str(self.version), (), ())
         self.on_disconnect = self.config.on_disconnect
