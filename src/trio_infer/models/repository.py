@@ -12,7 +12,7 @@ import itertools
 import re
 import stat
 import tempfile
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -236,6 +236,10 @@ class Prepared:
             self.files.cleanup()
 
 
+def _paths(roots: Iterable[Path | str]) -> tuple[Path, ...]:
+    return tuple(map(Path, roots))
+
+
 @attrs.frozen
 class ModelRepository:
     """Model repositories, of which a server loads model by model. All of it blocks.
@@ -245,7 +249,7 @@ class ModelRepository:
         auto_complete, execution: as for `find_models`.
     """
 
-    roots: Sequence[Path]
+    roots: Sequence[Path] = attrs.field(converter=_paths)
     auto_complete: bool = attrs.field(default=True, kw_only=True)
     execution: Literal["process", "thread"] = attrs.field(default="process", kw_only=True)
 
