@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import tomllib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import attrs
@@ -28,6 +30,7 @@ __all__ = [
     "datatypes",
     "endpoints",
     "errors",
+    "features",
     "life",
     "metrics",
     "options",
@@ -271,7 +274,36 @@ def errors() -> str:
     return _table(["code", "status"], [[f"`{code.name}`", str(code.status)] for code in ErrorCode])
 
 
+def features() -> str:
+    """`docs/features.toml`, a table a section."""
+    sections = tomllib.loads((Path(__file__).parent.parent / "features.toml").read_text())["section"]
+    parts = []
+    for section in sections:
+        rows = []
+        for row in section["row"]:
+            files = dict.fromkeys(f"`{test.partition('::')[0].removeprefix('tests/')}`" for test in row["tests"])
+            rows.append([row["id"], row["grade"], row["feature"], row["answer"], row["note"], ", ".join(files)])
+        parts += [
+            f"## {section['number']}. {section['title']}\n",
+            _table(["", "grade", "feature", "here", "how, or why not", "shown by `tests/`"], rows),
+            "",
+        ]
+    return "\n".join(parts)
+
+
 GENERATED = {
     function.__name__: function
-    for function in (datatypes, endpoints, errors, life, metrics, options, outcomes, phases, policies, sights)
+    for function in (
+        datatypes,
+        endpoints,
+        errors,
+        features,
+        life,
+        metrics,
+        options,
+        outcomes,
+        phases,
+        policies,
+        sights,
+    )
 }
