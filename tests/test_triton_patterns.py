@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from support import post, serving
+from support import get, post, serving
 from test_triton_over_http import LogEvents
+from trio_infer import MetricsPolicy
 from trio_infer.models.repository import find_models
 
 HEAD = """
@@ -260,7 +261,7 @@ AB = infer(A=[3.0, 4.0], B=[1.0, 2.0])
 
 
 async def test_the_patterns_answer_as_on_triton(models: Any) -> None:
-    async with serving(*models()) as served:
+    async with serving(*models(), metrics=MetricsPolicy()) as served:
         client = await served.connect()
         expected = {
             "add_sub": (AB, {"SUM": [4, 6], "DIFFERENCE": [2, 2]}),
@@ -274,6 +275,9 @@ async def test_the_patterns_answer_as_on_triton(models: Any) -> None:
             assert data(await client.ask(post(name, "infer", request))) == outputs
         for seen in (1, 2):
             assert data(await client.ask(post("custom_metrics", "infer", infer(A=[1.0])))) == {"SEEN": [seen]}
+        page = (await client.ask(get("/metrics"))).body.decode()
+        assert 'requests_seen{model="custom_metrics",version="1"} 2' in page
+        assert 'nv_inference_request_success{model="add_sub",version="1"} 4' in page, "models ask as clients do"
         answer = await client.ask(post("bls_sync", "infer", {**AB, "parameters": {"model": "nobody"}}))
         assert (answer.status, answer.json["error"]) == (
             503,

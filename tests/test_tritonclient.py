@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import textwrap
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -18,7 +20,7 @@ import tritonclient.http.aio
 import tritonclient.utils
 
 from support import Echo, Failing, Served, Streamer, Ticker, serving
-from trio_infer import Datatype, InferRequest, Model, TensorSpec
+from trio_infer import ControlPolicy, Datatype, InferRequest, Model, ModelRepository, TensorSpec
 
 VALUES: dict[str, np.ndarray[Any, Any]] = {
     "BOOL": np.array([[True, False, True]]),
@@ -188,6 +190,87 @@ async def test_the_asyncio_client_works_too_and_its_cancelled_task_cancels_the_i
         await in_asyncio(served, talk)
         await served.ended(5)
         assert served.outcomes() == {"completed": 4, "cancelled": 1}
+
+
+GREET = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([VERSION], np.int32))]) for _ in requests]
+"""
+GREET_CONFIG = {
+    "backend": "python",
+    "input": [{"name": "IN", "data_type": "TYPE_INT32", "dims": [1]}],
+    "output": [{"name": "OUT", "data_type": "TYPE_INT32", "dims": [1]}],
+    "parameters": {"execution": {"string_value": "thread"}},
+}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> ModelRepository:
+    (tmp_path / "greet" / "1").mkdir(parents=True)
+    (tmp_path / "greet" / "config.pbtxt").write_text(
+        'backend: "python" input { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } '
+        'output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }'
+    )
+    (tmp_path / "greet" / "1" / "model.py").write_text(f"VERSION = 1\n{GREET}")
+    return ModelRepository([tmp_path], execution="thread")
+
+
+def greeted(result: Any) -> int:
+    return int(result.as_numpy("OUT")[0])
+
+
+async def test_it_loads_and_unloads_models_with_a_configuration_and_files_of_its_own(
+    repository: ModelRepository,
+) -> None:
+    def talk(client: tritonclient.http.InferenceServerClient) -> None:
+        number = tritonclient.http.InferInput("IN", [1], "INT32")
+        number.set_data_from_numpy(np.array([0], np.int32))
+        assert client.get_model_repository_index() == [{"name": "greet"}]
+        client.load_model("greet")
+        assert client.is_model_ready("greet")
+        assert greeted(client.infer("greet", [number])) == 1
+        files = {"file:7/model.py": f"VERSION = 7\n{GREET}".encode()}
+        client.load_model("greet", config=json.dumps(GREET_CONFIG), files=files)
+        assert client.get_model_repository_index() == [{"name": "greet", "version": "7", "state": "READY"}]
+        assert greeted(client.infer("greet", [number])) == 7
+        with pytest.raises(tritonclient.utils.InferenceServerException, match="failed to poll from model repository"):
+            client.load_model("nobody")
+        client.unload_model("greet")
+        assert not client.is_model_ready("greet")
+        with pytest.raises(tritonclient.utils.InferenceServerException, match="has no available versions"):
+            client.infer("greet", [number])
+
+    control = ControlPolicy(model_control_mode="explicit")
+    async with serving(repository=repository, control=control) as served:
+        await in_thread(served, talk)
+
+
+async def test_the_asyncio_client_loads_and_unloads_and_is_told_where_that_is_not_allowed(
+    repository: ModelRepository,
+) -> None:
+    async def talk(client: Any) -> None:
+        await client.load_model("greet")
+        assert await client.is_model_ready("greet")
+        assert (await client.get_model_repository_index())[0]["state"] == "READY"
+        await client.unload_model("greet")
+        assert not await client.is_model_ready("greet")
+
+    async def refused(client: Any) -> None:
+        for ask in (client.load_model, client.unload_model):
+            with pytest.raises(
+                tritonclient.utils.InferenceServerException,
+                match="explicit model load / unload is not allowed if polling is enabled",
+            ):
+                await ask("greet")
+
+    async with serving(repository=repository, control=ControlPolicy(model_control_mode="explicit")) as served:
+        await in_asyncio(served, talk)
+    async with serving(repository=repository) as served:
+        await in_asyncio(served, refused)
 
 
 async def test_a_client_process_that_is_killed_frees_the_server() -> None:

@@ -93,7 +93,7 @@ class ModelLoadError(SetupError):
     def __init__(self, model: str, reason: str, *, where: Path | None = None, line: int | None = None) -> None:
         place = "" if where is None else f" ({where}{'' if line is None else f':{line}'})"
         super().__init__(f"model '{model}' can't be loaded: {reason}{place}")
-        self.text = f"{reason}{place}"
+        self.text: str = f"{reason}{place}"
         self.model = model
         self.reason = reason
         self.where = where

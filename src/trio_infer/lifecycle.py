@@ -35,7 +35,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 __all__ = ["STATUS", "CancelReason", "Life", "LifeWatcher", "LifecycleError", "Outcome", "Phase", "StandIn", "Timing"]
 
@@ -43,7 +43,8 @@ __all__ = ["STATUS", "CancelReason", "Life", "LifeWatcher", "LifecycleError", "O
 class Phase(enum.Enum):
     """Where a request is."""
 
-    __hash__ = object.__hash__  # as good for single values, and not in Python: a request hashes some 25 of these
+    if not TYPE_CHECKING:  # as good for single values, and not in Python: a request hashes some 25 of these
+        __hash__ = object.__hash__
 
     RECEIVING = "receiving"
     QUEUED = "queued"
@@ -55,7 +56,8 @@ class Phase(enum.Enum):
 class Outcome(enum.Enum):
     """How a request ended."""
 
-    __hash__ = object.__hash__
+    if not TYPE_CHECKING:  # as for `Phase`
+        __hash__ = object.__hash__
 
     COMPLETED = "completed"
     """Answered with a 2xx, to the last byte."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Final, TypeAlias
 
@@ -82,7 +82,7 @@ class HeaderPattern:
         self._first = compiler.compile()
         self._steps: dict[tuple[frozenset[int], str], frozenset[int]] = {}
         self._start = self._closure([self._first], at_start=True)
-        self.matches = lru_cache(1024)(self._matches)
+        self.matches: Callable[[str], bool] = lru_cache(1024)(self._matches)
 
     def parameters(self, headers: Iterable[tuple[str, str]]) -> dict[str, ParameterValue]:
         """The headers that are to be forwarded, as parameters.

@@ -9,6 +9,7 @@ subdirectories are versions whose names are positive numbers without a leading z
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 import stat
 import tempfile
@@ -31,6 +32,8 @@ from trio_infer.models.worker.runner import ProcessRunner
 from trio_infer.protocol.model_config import ModelConfig
 
 __all__ = ["ModelRepository", "Prepared", "find_models", "load_model"]
+
+log: logging.Logger = logging.getLogger("trio_infer")
 
 LARGEST_LABELS: Final = 2**24
 """Bytes of one file of labels; ImageNet's 21,841 classes take less than one MiB."""
@@ -131,6 +134,13 @@ def load_model(
     labels = {output: _labels(name, directory, path) for output, path in read.label_files.items()}
     if served_as:
         read = read.renamed(served_as)
+    if read.has_sequences:
+        log.warning(
+            "model '%s' has `sequence_batching`, which isn't there yet: requests of a sequence run one by one, on any "
+            "of its %d instances",
+            read.name,
+            read.instance_count,
+        )
     if read.backend == "trio_infer":
         return [_native(read, directory, version, filename, labels) for version in versions]
     kind = TritonPythonRunner if (read.execution or execution) == "thread" else ProcessRunner

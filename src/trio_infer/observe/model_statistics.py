@@ -37,7 +37,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
@@ -71,7 +71,8 @@ STOP_SECONDS: Final = (0.001, 0.01, 0.1, 1.0, 10.0)
 class FailureReason(enum.Enum):
     """Why a request failed; the words are Triton's, which writes CANCELED with one l."""
 
-    __hash__ = object.__hash__
+    if not TYPE_CHECKING:  # as for `Phase`
+        __hash__ = object.__hash__
 
     REJECTED = "REJECTED"
     CANCELED = "CANCELED"

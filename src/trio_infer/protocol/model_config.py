@@ -266,6 +266,11 @@ class ModelConfig:
         return attrs.evolve(self, message=message)
 
     @property
+    def has_sequences(self) -> bool:
+        """Whether requests are to be routed by the sequence that they belong to."""
+        return bool(self.message.HasField("sequence_batching"))
+
+    @property
     def warm_ups(self) -> tuple[Any, ...]:
         """The samples of `model_warmup`, as the schema has them."""
         return tuple(self.message.model_warmup)

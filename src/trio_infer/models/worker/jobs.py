@@ -44,7 +44,7 @@ class Up:
         self._lock = threading.Lock()
         self._later: deque[bytes] = deque()
         self.memory = memory
-        self.blocks = Blocks(memory, upper=True)
+        self.blocks: Blocks = Blocks(memory, upper=True)
         self._blocks_lock = threading.Lock()
 
     def send(self, kind: Kind, fields: dict[str, Any], arrays: Mapping[str, Array] | None = None) -> None:

@@ -28,7 +28,7 @@ from typing import Any, Final
 import trio
 
 from trio_infer.models.worker.codec import CodecError, Inbox, Kind, Message, encode, pack
-from trio_infer.models.worker.memory import Blocks, create
+from trio_infer.models.worker.memory import Blocks, Memory, create
 from trio_infer.protocol.values import Array
 
 __all__ = ["Worker", "died_of"]
@@ -49,6 +49,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.memory: Memory
         memory_fd, self.memory = create()
         theirs: list[socket.socket] = []
         ours: list[socket.socket] = []
@@ -72,7 +73,7 @@ class Worker:
             os.close(memory_fd)
             for sock in theirs:
                 sock.close()
-        self.blocks = Blocks(self.memory, upper=False)
+        self.blocks: Blocks = Blocks(self.memory, upper=False)
         self._run, self._control = (_Line(sock) for sock in ours)
         self._inbox = Inbox()
         self._gone = False
