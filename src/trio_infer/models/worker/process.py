@@ -76,8 +76,6 @@ class Worker:
         self.blocks: Blocks = Blocks(self.memory, upper=False)
         self._run, self._control = (_Line(sock) for sock in ours)
         self._inbox = Inbox()
-        self._gone = False
-        self._waiting = trio.CancelScope()
 
     @property
     def pid(self) -> int:
@@ -155,20 +153,16 @@ class Worker:
             await trio.lowlevel.wait_readable(fd)
         finally:
             os.close(fd)
-        self._gone = True
-        self._waiting.cancel()
+        with suppress(OSError):  # then what was sent is read, and after it the end
+            self._run.sock.shutdown(socket.SHUT_RD)
 
     async def _listen(self, handle: Callable[[Message], None]) -> None:
         sock = self._run.sock
         while True:
-            if not self._gone:
-                with trio.CancelScope() as self._waiting:
-                    await trio.lowlevel.wait_readable(sock)
+            await trio.lowlevel.wait_readable(sock)
             try:
                 data = sock.recv(1 << 18)
             except (BlockingIOError, InterruptedError):
-                if self._gone:
-                    return
                 continue
             except OSError:
                 return
