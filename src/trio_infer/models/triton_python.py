@@ -23,95 +23,43 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import trio
 
 from trio_infer.errors import InferError, ModelLoadError
 from trio_infer.models.host import Host
 from trio_infer.models.local_bridge import LocalBridge
-from trio_infer.models.runner import Instance, Stops
+from trio_infer.models.runner import Instance
 from trio_infer.models.triton_execute import Executor, Loaded
 from trio_infer.models.triton_imports import ModelCode
 from trio_infer.models.triton_loading import import_model, initialize
+from trio_infer.models.triton_runner import TritonRunner
 from trio_infer.models.triton_work import Work, only_response
 from trio_infer.protocol.model_config import ModelConfig
-from trio_infer.protocol.values import InferRequest, Send, Signature
+from trio_infer.protocol.values import InferRequest, Send
 
 __all__ = ["TritonPythonRunner"]
 
 log: logging.Logger = logging.getLogger("trio_infer.models")
 
 
-class TritonPythonRunner:
-    """Runs one version of a Triton Python model.
+class TritonPythonRunner(TritonRunner):
+    """Runs one version of a Triton Python model in threads; see `TritonRunner` for its arguments."""
 
-    Args:
-        config: from its `config.pbtxt`; empty but for the name if it has none.
-        directory: the model's directory.
-        version: the number that its version directory is named after.
-        auto_complete: whether the model's `auto_complete_config` is asked.
-        deaf_after: seconds after which the log mentions a run that goes on without its client. A second is long for
-            a model that asks `is_cancelled()` once a step, and short for whoever looks for a lost instance.
-        labels: of the classes of those outputs that have some.
-
-    Attributes:
-        signature, config: after `load`, with what the model completed; before it, what the file says.
-    """
-
-    stops: Stops = "callback"
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        directory: Path,
-        version: int,
-        auto_complete: bool = True,
-        deaf_after: float = 1.0,
-        labels: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
-    ) -> None:
-        self.config: ModelConfig = config
-        self.directory: Path = directory.absolute()
-        self.version = version
-        self._auto_complete = auto_complete
-        self._deaf_after = deaf_after
-        self._labels = labels
+    def __init__(self, config: ModelConfig, **options: Any) -> None:
+        super().__init__(config, **options)
         self._limiter = trio.CapacityLimiter(math.inf)
         self._lock = threading.Lock()  # for the two below, which loading and unloading threads share
         self._loaded: list[Loaded] = []
         self._closing = False
-        self._works: set[Work] = set()
         self._idle = trio.Event()
-        self.signature: Signature
-        self.on_disconnect: Literal["cancel", "finish"] | None
-        self._read_config()
 
-    def _read_config(self) -> None:
-        try:
-            self.signature = self.config.signature(str(self.version), self._labels)
-        except KeyError:  # a tensor without a datatype, which the model may still complete
-            self.signature = Signature(self.config.name, str(self.version), (), ())
-        self.on_disconnect = self.config.on_disconnect
-        self._executor = Executor(self.signature, self.config.reshapes, cancel_tasks=self.config.cancel_tasks)
-
-    @property
-    def instances(self) -> int:
-        return self.config.instance_count
-
-    @property
-    def abandoned(self) -> int:
-        """Requests that have left, while the model goes on with them."""
-        return sum(work.abandoned for work in self._works)
-
-    @property
-    def file(self) -> Path:
-        """The model's code."""
-        return self.directory / str(self.version) / (self.config.default_model_filename or "model.py")
+    def configure(self, config: ModelConfig) -> None:
+        super().configure(config)
+        self._executor = Executor(self.signature, config.reshapes, cancel_tasks=config.cancel_tasks)
 
     # ---- loading and unloading
 
@@ -124,8 +72,7 @@ class TritonPythonRunner:
         Cancellation: leaves at once; the thread stops after the instance that it is at, and what is ready is finalized
         by `unload`, or by the thread if that comes later.
         """
-        self.config = await self._in_thread(self._load, trio.lowlevel.current_trio_token(), host)
-        self._read_config()
+        self.configure(await self._in_thread(self._load, trio.lowlevel.current_trio_token(), host))
 
     def _load(self, token: trio.lowlevel.TrioToken, host: Host) -> ModelConfig:
         config = self.config

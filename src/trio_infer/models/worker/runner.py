@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import trio
 
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.models.host import Host
-from trio_infer.models.runner import Instance, Stops
+from trio_infer.models.runner import Instance
 from trio_infer.models.triton_execute import READY_WITHIN
 from trio_infer.models.triton_loading import initialize_arguments
+from trio_infer.models.triton_runner import TritonRunner
 from trio_infer.models.triton_work import Work, only_response
 from trio_infer.models.worker.slot import REAPING, Plan, Slot
 from trio_infer.protocol.model_config import ModelConfig
-from trio_infer.protocol.values import InferRequest, Send, Signature
+from trio_infer.protocol.values import InferRequest, Send
 
 __all__ = ["ProcessRunner"]
 
@@ -29,68 +27,20 @@ FINALIZING: Final = 10.0
 log: logging.Logger = logging.getLogger("trio_infer.models")
 
 
-class ProcessRunner:
-    """Runs one version of a Triton Python model, each instance in a process of its own.
-
-    Args:
-        config: from its `config.pbtxt`; empty but for the name if it has none.
-        directory: the model's directory.
-        version: the number that its version directory is named after.
-        auto_complete: whether the model's `auto_complete_config` is asked.
-        deaf_after: seconds after which the log mentions a run that goes on without its client.
-        labels: of the classes of those outputs that have some.
-
-    Attributes:
-        signature, config: after `load`, with what the model completed; before it, what the file says.
+class ProcessRunner(TritonRunner):
+    """Runs one version of a Triton Python model, each instance in a process of its own; see `TritonRunner` for the
+    arguments.
     """
 
-    stops: Stops = "callback"
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        directory: Path,
-        version: int,
-        auto_complete: bool = True,
-        deaf_after: float = 1.0,
-        labels: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
-    ) -> None:
-        self.config: ModelConfig = config
-        self.directory: Path = directory.absolute()
-        self.version = version
-        self._auto_complete = auto_complete
-        self._deaf_after = deaf_after
-        self._labels = labels
+    def __init__(self, config: ModelConfig, **options: Any) -> None:
+        super().__init__(config, **options)
         self._slots: list[Slot] = []
         self._closing = False
-        self._works: set[Work] = set()
         self._changed = trio.lowlevel.ParkingLot()
-        self.signature: Signature
-        self.on_disconnect: Literal["cancel", "finish"] | None
-        self._read_config()
 
-    def _read_config(self) -> None:
-        try:
-            self.signature = self.config.signature(str(self.version), self._labels)
-        except KeyError:  # a tensor without a datatype, which the model may still complete
-            self.signature = Signature(self.config.name, str(self.version), (), ())
-        self.on_disconnect = self.config.on_disconnect
-        self._grace = self.config.cancel_grace
-
-    @property
-    def instances(self) -> int:
-        return self.config.instance_count
-
-    @property
-    def abandoned(self) -> int:
-        """Requests that have left, while the model goes on with them."""
-        return sum(work.abandoned for work in self._works)
-
-    @property
-    def file(self) -> Path:
-        """The model's code."""
-        return self.directory / str(self.version) / (self.config.default_model_filename or "model.py")
+    def configure(self, config: ModelConfig) -> None:
+        super().configure(config)
+        self._grace = config.cancel_grace
 
     # ---- loading and unloading
 
@@ -116,9 +66,8 @@ class ProcessRunner:
             self._add_slots(plan, asked=self._auto_complete)
             completed = await self._slots[0].imported()
             if completed is not None:
-                self.config = ModelConfig.of_json(completed, name=self.config.name, where=self.file)
+                self.configure(ModelConfig.of_json(completed, name=self.config.name, where=self.file))
             self.config.check_tensors()
-            self._read_config()
             self._add_slots(plan)
             for slot in self._slots[self.instances :]:
                 slot.kill()
