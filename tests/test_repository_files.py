@@ -281,8 +281,12 @@ async def test_the_repository_answers_as_triton_s_clients_expect(tmp_path: Path)
         assert answer.json["error"].startswith(
             "load failed for model 'second': version 1 is at UNAVAILABLE state: Internal: "
         )
-        for name in ("%2e%2e", ".."):
-            assert (await client.ask(repository(f"models/{name}/load", {}))).status in {400, 500}
+        known = (await client.ask(repository("index"))).json
+        for name, status in ((".", 400), ("..", 400), ("%2e%2e", 500), ("x" * 300, 400), ("nobody", 500)):
+            answer = await client.ask(repository(f"models/{name}/load", {}))
+            assert answer.status == status, answer.json
+            assert status == 500 or "invalid model name" in answer.json["error"]
+        assert (await client.ask(repository("index"))).json == known, "nothing is kept of names that somebody made up"
         assert (await client.ask(repository("models/nobody/unload"))).status == 200
         assert (await client.ask(repository("models/m/unload", {}))).status == 200
         answer = await client.ask(post("m", "infer", PLAIN))

@@ -361,8 +361,8 @@ class ModelControl:
                     if attempt + 1 < tries:
                         log.warning("%s; trying again", error)
                         continue
-                    if fresh and isinstance(error, UnknownModelError):
-                        self._entries.pop(name, None)  # there is no such model, so nothing is known of it
+                    if fresh and not entry.states and name not in await in_thread(source.scan):
+                        self._entries.pop(name, None)  # a name that somebody made up: nothing is known of it
                     elif entry.serving is None and not entry.states:
                         entry.reason, entry.wanted = error.reason, True
                         self._catalog.know(name)
