@@ -48,8 +48,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _attributes(kind: type) -> dict[str, str]:
     """What a class's docstring says of each attribute."""
-    section = re.split(r"^    Attributes:\n", kind.__doc__ or "", maxsplit=1, flags=re.MULTILINE)[1]
-    entries = re.findall(r"^ {8}(\w+): (.+(?:\n {9,}.+)*)", section, re.MULTILINE)
+    section = re.split(r"^Attributes:\n", inspect.cleandoc(kind.__doc__ or ""), maxsplit=1, flags=re.MULTILINE)[1]
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
 
 

@@ -118,4 +118,4 @@ class Ignored:
         return {f"--{name.replace('_', '-')}": text for name, text in REASONS.items() if given[name] not in (None, ())}
 
 
-REASONS = dict(re.findall(r"^ {8}(\w+): (.+)\.$", Ignored.__doc__ or "", re.MULTILINE))
+REASONS = dict(re.findall(r"^ +(\w+): (.+)\.$", Ignored.__doc__ or "", re.MULTILINE))  # from 3.13 on less indented
