@@ -113,9 +113,9 @@ class TritonPythonModel:
                 sender.send(pb_utils.InferenceResponse(error=raise_it))
                 break
             sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([value], np.float32))]))
-        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         with self.lock:
             self.going -= 1
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)  # from then on it may be finalized
 
     def finalize(self):
         assert self.going == 0
