@@ -108,6 +108,7 @@ class Source:
     disposed: list[str] = attrs.field(factory=list)
     overrides: list[Any] = attrs.field(factory=list)
     looks: int = 0
+    gone: bool = False
 
     async def looked_at(self, more: int) -> None:
         """Return when somebody has looked so many times more."""
@@ -117,6 +118,8 @@ class Source:
 
     def scan(self) -> Mapping[str, str]:
         self.looks += 1
+        if self.gone:
+            raise SetupError("the model repository is gone")
         return {name: self.faults.get(name, "") for name in self.makers}
 
     def fingerprint(self, name: str) -> int:
@@ -351,6 +354,42 @@ async def test_a_failing_reload_keeps_the_old_one_serving() -> None:
         assert on.control.ready
         assert (await on.states())["m:1"] == State("READY")
         assert models.disposed == ["m"]
+
+
+async def test_a_reload_that_failed_fails_again_until_the_model_is_mended() -> None:
+    models = Source({"m": lambda count: [Runner("m", generation=count, fails="broken" if count in {1, 2} else "")]})
+    async with stage(models) as on:
+        models.prints["m"] = 1
+        for _ in range(2):
+            with pytest.raises(ModelLoadError, match="broken"):
+                await on.control.load("m")
+        await on.control.load("m")
+        assert models["m"].generation == 3
+        await on.control.load("m")
+        assert models["m"].generation == 3, "nothing has changed since"
+        models.prints["m"] = 2
+        models.makers["m"] = lambda _: [Runner("m", fails="broken")]
+        with pytest.raises(ModelLoadError, match="broken"):
+            await on.control.load("m")
+        models.prints["m"] = 1  # what is served lies there again
+        await on.control.load("m")
+        assert on.catalog.find_ready("m", None).ready
+
+
+async def test_a_disk_that_fails_is_a_failure_to_load_and_no_end_of_the_server() -> None:
+    models = source("m")
+
+    def unreadable(count: int) -> Sequence[Runner]:
+        raise OSError(24, "Too many open files")
+
+    async with stage(models) as on:
+        models.prints["m"], models.makers["m"] = 1, unreadable
+        with pytest.raises(ModelLoadError, match=r"it can't be read: .*Too many open files"):
+            await on.control.load("m")
+        assert on.catalog.find_ready("m", None).ready
+        models.gone = True
+        with pytest.raises(InferError, match="the model repository is gone"):
+            await on.control.index()
 
 
 async def test_a_broken_model_fails_the_first_and_the_second_time() -> None:

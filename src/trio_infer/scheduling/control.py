@@ -56,6 +56,9 @@ class _Entry:
     wanted: bool = False
     serving: Copy | None = None
     seen: Hashable = None
+    """The files' fingerprint when they were last looked at, whatever came of it."""
+    served: Hashable = None
+    """That of what is served."""
     own: bool = False
     """Whether what is served was loaded with a configuration or files of its own, not from the repository as it is."""
 
@@ -110,11 +113,17 @@ class ModelControl:
     async def index(self) -> list[tuple[str, str, State | None]]:
         """All models, by name: name, version and state; "" and None for one that nobody has tried to load.
 
+        Raises:
+            InferError: INTERNAL: a repository can't be read any more.
+
         Cancellation: just stops looking.
         """
         found: Mapping[str, str] = {}
         if self._source is not None:
-            found = await in_thread(self._source.scan)
+            try:
+                found = await in_thread(self._source.scan)
+            except SetupError as error:
+                raise InferError(str(error), ErrorCode.INTERNAL) from None
         rows: list[tuple[str, str, State | None]] = []
         for name in sorted({*found, *self._entries}):
             entry = self._entries.get(name)
@@ -311,7 +320,7 @@ class ModelControl:
         async def perform() -> None:
             try:
                 await job()
-            except (ModelLoadError, InferError) as error:
+            except (SetupError, InferError) as error:
                 failure.append(error)
             except BaseException:  # Cancelled, perhaps in a group
                 failure.append(InferError("cancelled: the server is shutting down", ErrorCode.UNAVAILABLE))
@@ -349,13 +358,13 @@ class ModelControl:
         entry = self._entry(name)
         async with entry.lock:
             seen = await in_thread(source.fingerprint, name)
-            if unless_same and entry.serving is not None and not own and not entry.own and seen == entry.seen:
+            if unless_same and entry.serving is not None and not own and not entry.own and seen == entry.served:
                 return
             entry.seen = seen
             tries = 1 + self.policy.model_load_retry_count
             for attempt in range(tries):
                 try:
-                    prepared = await read_model(partial(source.prepare, name, config=config, files=files or {}))
+                    prepared = await read_model(name, partial(source.prepare, name, config=config, files=files or {}))
                     await self._bring_up(name, entry, prepared.runners, prepared.dispose)
                 except ModelLoadError as error:
                     if attempt + 1 < tries:
@@ -367,13 +376,13 @@ class ModelControl:
                         entry.reason, entry.wanted = error.reason, True
                         self._catalog.know(name)
                     raise
-                entry.own = own
+                entry.own, entry.served = own, seen
                 return
 
     async def _load_from(self, name: str, prepare: Callable[[], ModelSet]) -> None:
         entry = self._entry(name)
         async with entry.lock:
-            prepared = await read_model(prepare)
+            prepared = await read_model(name, prepare)
             await self._bring_up(name, entry, prepared.runners, prepared.dispose)
             entry.own = True
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import attrs
 import trio
 
+from trio_infer.errors import ModelLoadError
 from trio_infer.models.runner import Runner
 
 __all__ = ["LoadWatcher", "ModelSet", "ModelSource", "State", "in_thread", "plan_poll", "read_model"]
@@ -73,14 +74,20 @@ def plan_poll(known: Mapping[str, Hashable], found: Mapping[str, Hashable]) -> t
     return load, sorted(name for name in known if name not in found)
 
 
-async def read_model(prepare: Callable[[], ModelSet]) -> ModelSet:
+async def read_model(name: str, prepare: Callable[[], ModelSet]) -> ModelSet:
     """Read a model in a thread.
+
+    Raises:
+        ModelLoadError: it can't be, also if that is the disk's fault: a repository may vanish under a running server.
 
     Cancellation: leaves at once; what is read all the same is disposed of.
     """
 
     def read() -> ModelSet:
-        prepared = prepare()
+        try:
+            prepared = prepare()
+        except OSError as error:
+            raise ModelLoadError(name, f"it can't be read: {error}") from error
         try:
             trio.from_thread.check_cancelled()
         except BaseException:
