@@ -312,3 +312,81 @@ async def test_outside_explicit_mode_nothing_is_loaded_on_request(tmp_path: Path
                 503,
                 "explicit model load / unload is not allowed if polling is enabled",
             )
+
+
+async def test_a_repository_that_vanishes_under_the_server_fails_its_loads_only(tmp_path: Path) -> None:
+    async with served(write(tmp_path / "r")) as client:
+        (tmp_path / "r").rename(tmp_path / "elsewhere")
+        answer = await client.ask(repository("models/m/load", {}))
+        assert (answer.status, "does not exist" in answer.json["error"]) == (400, True)
+        answer = await client.ask(repository("index", {}))
+        assert (answer.status, "does not exist" in answer.json["error"]) == (500, True)
+        assert (await client.ask(post("m", "infer", PLAIN))).status == 200
+        (tmp_path / "elsewhere").rename(tmp_path / "r")
+        assert (await client.ask(repository("models/m/load", {}))).status == 200
+
+
+NATIVE = """
+from trio_infer import InferResponse, Model
+
+class Echo(Model):
+    seen = []
+
+    async def infer(self, request):
+        array = request.inputs["IN"]
+        self.seen.append(array.shape)
+        return InferResponse({"OUT": array}, {"seen": str(self.seen)})
+"""
+
+
+async def test_a_native_model_gets_reshape_labels_and_warm_up_as_its_configuration_says(tmp_path: Path) -> None:
+    config = CONFIG.replace('"python"', '"trio_infer"').replace("[ 3 ]", "[ 3 ] reshape { shape: [ 1, 3 ] }")
+    write(tmp_path, config + WARM_UP.format(batch=2, dims=3, data='input_data_file: "cold"'))
+    (tmp_path / "m" / "1" / "model.py").write_text(NATIVE)
+    (tmp_path / "m" / "warmup").mkdir()
+    (tmp_path / "m" / "warmup" / "cold").write_bytes(bytes(2 * 3 * 4))
+    async with served(tmp_path) as client:
+        answer = await client.ask(post("m", "infer", ASK))
+        assert answer.json["outputs"][0]["data"] == ["4.000000:1:dog", "1.000000:2"]
+        assert answer.json["parameters"]["seen"] == str([(2, 1, 3)] * 4 + [(1, 1, 3)]), "two instances, twice each"
+        answer = await client.ask(get("/v2/models/m/config"))
+        assert answer.json["output"][0]["label_filename"] == "labels.txt"
+        assert answer.json["model_warmup"][0]["name"] == "once"
+        (tmp_path / "m" / "1" / "model.py").write_text("1 / 0")
+        for _ in range(2):
+            answer = await client.ask(repository("models/m/load", {}))
+            assert (answer.status, "version 1 is at UNAVAILABLE" in answer.json["error"]) == (400, True)
+        assert (await client.ask(post("m", "infer", PLAIN))).status == 200
+
+
+TEXTS = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    seen = []
+
+    def execute(self, requests):
+        for request in requests:
+            array = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()
+            self.seen.append(array.tolist())
+            sender = request.get_response_sender()
+            for element in array.ravel():
+                answer = pb_utils.InferenceResponse(
+                    [pb_utils.Tensor("OUT", array)], parameters={"seen": str(self.seen)}
+                )
+                sender.send(answer)
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+async def test_a_streaming_model_of_texts_is_warmed_up_from_a_file_in_the_wire_s_form(tmp_path: Path) -> None:
+    config = CONFIG.replace("FP32", "STRING").replace("[ 3 ]", "[ 2 ]").replace("max_batch_size: 4", "")
+    warm_up = WARM_UP.format(batch=0, dims=2, data='input_data_file: "texts"').replace("FP32", "STRING")
+    warm_up = warm_up.replace("count: 2", "count: 1")
+    write(tmp_path, config + warm_up + "model_transaction_policy { decoupled: true }")
+    (tmp_path / "m" / "1" / "model.py").write_text(TEXTS)
+    (tmp_path / "m" / "warmup").mkdir()
+    (tmp_path / "m" / "warmup" / "texts").write_bytes(b"\x02\0\0\0hi\x00\0\0\0")
+    async with served(tmp_path) as client:
+        answer = await client.ask(post("m", "generate_stream", {"IN": ["a", "b"]}))
+        assert str([[b"hi", b""], [b"a", b"b"]]) in answer.body.decode()

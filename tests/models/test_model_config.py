@@ -60,6 +60,21 @@ def test_a_wrong_configuration_is_one_sentence_with_its_line(text: str, line: in
         ('input { name: "x" dims: [ 1 ] }', "input 'x' has no `data_type`"),
         ("output { data_type: TYPE_FP32 dims: [ 1 ] }", "output number 1 has no name"),
         ('output { name: "y" data_type: TYPE_FP32 dims: [ 0 ] }', "has dims [0]"),
+        *(
+            (
+                f'input {{ name: "x" data_type: TYPE_FP32 dims: {dims} reshape {{ shape: {shape} }} }}',
+                f"from {dims} to {shape}",
+            )
+            for dims, shape in (
+                ([4], [3]),
+                ([4], []),
+                ([-1], [3]),
+                ([4], [2, -1]),
+                ([-1], [-1, -1]),
+                ([4], [-2, -2]),
+                ([4], [0]),
+            )
+        ),
         (
             'input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }',
             "twice",
@@ -71,6 +86,16 @@ def test_incomplete_tensors_are_found_only_when_asked_for(tensor: str, words: st
     with pytest.raises(ModelLoadError) as caught:
         config.check_tensors()
     assert words in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape"), [([1], []), ([1, 1], []), ([4], [2, 2]), ([-1], [1, -1]), ([2, -1, 3], [-1, 6])]
+)
+def test_a_reshape_that_keeps_the_size_is_taken(dims: list[int], shape: list[int]) -> None:
+    config = parse(f'output {{ name: "y" data_type: TYPE_FP32 dims: {dims} reshape {{ shape: {shape} }} }}')
+    config.check_tensors()
+    assert config.reshapes == {"y": (tuple(dims), tuple(shape))}
+    assert config.as_json()["output"][0]["reshape"] == {"shape": shape}
 
 
 def test_both_ways_of_writing_a_list_and_all_kinds_of_syntax_are_read() -> None:

@@ -9,13 +9,17 @@ yield` (any number). Cancellation is trio's: when the client leaves, the `await`
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
+
+import attrs
 
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.models.host import Host
 from trio_infer.models.runner import Instance, Stops
+from trio_infer.models.triton_tensors import reshaped
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import Array, InferRequest, InferResponse, Send, Signature, TensorSpec
 
@@ -72,6 +76,9 @@ class NativeRunner:
 
     Args:
         model: its attributes are read once, here.
+        config: from a repository; None if its code says everything.
+        directory: the model's, in a repository.
+        forget: undoes the import of its code.
 
     Raises:
         ModelLoadError: no name, a name given twice, an `infer` that is not async.
@@ -79,8 +86,17 @@ class NativeRunner:
 
     stops: Stops = "checkpoint"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        config: ModelConfig | None = None,
+        directory: Path | None = None,
+        forget: Callable[[], None] = lambda: None,
+    ) -> None:
         self.model = model
+        self.directory = directory
+        self.forget = forget
         name = getattr(model, "name", "")
         if not name or not isinstance(name, str):
             raise ModelLoadError(type(model).__name__, "it has no `name`; set one on the class or the instance")
@@ -103,7 +119,12 @@ class NativeRunner:
             max_batch_size=model.max_batch_size,
             decoupled=self._streams,
         )
-        self.config: ModelConfig = ModelConfig.of_signature(self.signature, instances=model.instances)
+        self.config: ModelConfig = (
+            ModelConfig.of_signature(self.signature, instances=model.instances)
+            if config is None
+            else config.with_code(self.signature, instances=model.instances)
+        )
+        self._reshapes = self.config.reshapes
 
     @property
     def on_disconnect(self) -> Literal["cancel", "finish"] | None:
@@ -118,6 +139,8 @@ class NativeRunner:
     async def run(self, instance: Instance, request: InferRequest, send: Send) -> None:
         instance.begin()
         try:
+            if self._reshapes:
+                request = attrs.evolve(request, inputs=self._reshaped(request.inputs, to_model=True))
             if self._streams:
                 stream = cast("AsyncGenerator[ModelOutput, None]", self.model.infer(request))
                 async with aclosing(stream):
@@ -129,7 +152,10 @@ class NativeRunner:
             instance.end()
 
     async def unload(self) -> None:
-        await self.model.unload()
+        try:
+            await self.model.unload()
+        finally:
+            self.forget()
 
     async def ready(self) -> bool:
         """Always."""
@@ -140,12 +166,22 @@ class NativeRunner:
         return False
 
     def _response(self, output: Any) -> InferResponse:
-        if isinstance(output, InferResponse):
-            return output
-        if isinstance(output, Mapping):
-            return InferResponse(output)
+        response = InferResponse(output) if isinstance(output, Mapping) else output
+        if isinstance(response, InferResponse):
+            if not self._reshapes:
+                return response
+            return attrs.evolve(response, outputs=self._reshaped(response.outputs, to_model=False))
         raise InferError(
             f"`{type(self.model).__name__}.infer` must give a mapping of outputs or an InferResponse, "
             f"got {type(output).__name__}",
             ErrorCode.INTERNAL,
         )
+
+    def _reshaped(self, arrays: Mapping[str, Array], *, to_model: bool) -> dict[str, Array]:
+        """Between the shapes that clients see and those that the model sees."""
+        changed = dict(arrays)
+        for name in self._reshapes.keys() & changed.keys():
+            dims, model_dims = self._reshapes[name]
+            shapes = (dims, model_dims) if to_model else (model_dims, dims)
+            changed[name] = reshaped(changed[name], *shapes, batched=self.signature.max_batch_size > 0)
+        return changed

@@ -16,7 +16,7 @@ from trio_infer.protocol.fields import clip
 from trio_infer.protocol.jsontext import loads
 from trio_infer.protocol.model_config import ModelConfig
 
-__all__ = ["check_name", "check_path", "read_config", "write_files"]
+__all__ = ["check_name", "check_path", "is_name", "read_config", "write_files"]
 
 MOST_FILES: Final = 1000
 
@@ -26,6 +26,9 @@ LONGEST_NAME: Final = 255
 """Bytes in a file's name; what file systems take."""
 
 LONGEST_PATH: Final = 1024
+
+MOST_STEPS: Final = 32
+"""In a path: a thousand files deep down would make half a million directories."""
 
 DEPTH: Final = 100
 """Nesting of a configuration's JSON; that of a request."""
@@ -52,11 +55,12 @@ def check_name(name: str) -> None:
     Raises:
         ModelLoadError: it is one.
     """
-    if not _is_step(name):
+    if not is_name(name):
         raise ModelLoadError(clip(name), f"invalid model name {clip(repr(name))}: it must be the name of a directory")
 
 
-def _is_step(step: str) -> bool:
+def is_name(step: str) -> bool:
+    """Whether it can be the name of a directory or file: one step of a path, and nothing that a log line breaks at."""
     size = len(step.encode("utf-8", "replace"))
     return step not in {"", ".", ".."} and size <= LONGEST_NAME and step.isprintable() and not {*step} & {*"/\\"}
 
@@ -68,7 +72,7 @@ def check_path(path: str, model: str) -> tuple[str, ...]:
         ModelLoadError: it is empty, absolute, leaves the directory, or can't be a file's.
     """
     steps = tuple(path.split("/"))
-    if len(path) > LONGEST_PATH or not all(map(_is_step, steps)):
+    if len(path) > LONGEST_PATH or len(steps) > MOST_STEPS or not all(map(is_name, steps)):
         raise ModelLoadError(
             model,
             "the path of a file that is given must stay in the model's directory, such as '1/model.py', "

@@ -8,13 +8,11 @@ subdirectories are versions whose names are positive numbers without a leading z
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
-import stat
 import tempfile
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal
@@ -22,11 +20,11 @@ from typing import Final, Literal
 import attrs
 
 from trio_infer.errors import ModelLoadError, SetupError, UnknownModelError
-from trio_infer.models.native import Model, NativeRunner
-from trio_infer.models.overrides import check_name, read_config, write_files
+from trio_infer.models.model_files import fingerprint, read_labels
+from trio_infer.models.native import NativeRunner
+from trio_infer.models.native_loading import load_native
+from trio_infer.models.overrides import check_name, is_name, read_config, write_files
 from trio_infer.models.runner import Runner
-from trio_infer.models.triton_imports import ModelCode
-from trio_infer.models.triton_loading import model_fault
 from trio_infer.models.triton_python import TritonPythonRunner
 from trio_infer.models.worker.runner import ProcessRunner
 from trio_infer.protocol.model_config import ModelConfig
@@ -35,11 +33,8 @@ __all__ = ["ModelRepository", "Prepared", "find_models", "load_model"]
 
 log: logging.Logger = logging.getLogger("trio_infer")
 
-LARGEST_LABELS: Final = 2**24
-"""Bytes of one file of labels; ImageNet's 21,841 classes take less than one MiB."""
-
-MOST_FILES: Final = 100_000
-"""That a model's directory is looked through for, to tell whether something has changed."""
+MOST_INSTANCES: Final = 1000
+"""Of one version of a Triton Python model: each is a process, or keeps a model in memory. More is a slip of the pen."""
 
 TWICE: Final = "model appears in two or more repositories"
 
@@ -81,19 +76,43 @@ def _directories(roots: Sequence[Path]) -> dict[str, list[Path]]:
     """By name, the directories of each model: several if more than one repository has it."""
     found: dict[str, list[Path]] = {}
     for root in roots:
+        with _reading(root):
+            for directory in root.iterdir():
+                if _is_model(directory):
+                    _add(found.setdefault(directory.name, []), directory)
+    return found
+
+
+def _directories_of(name: str, roots: Sequence[Path]) -> list[Path]:
+    """Those of one model, without a look at the others."""
+    found: list[Path] = []
+    for root in roots:
+        with _reading(root):
+            if _is_model(root / name):
+                _add(found, root / name)
+    return found
+
+
+@contextmanager
+def _reading(root: Path) -> Iterator[None]:
+    try:
         if not root.is_dir():
             fault = "is not a directory" if root.exists() else "does not exist"
             raise SetupError(f"the model repository {root} {fault}")
         if (root / "config.pbtxt").is_file():
             raise SetupError(f"{root} is a model, not a repository: give the directory that it is in")
-        for directory in root.iterdir():
-            name = directory.name
-            if name.startswith(".") or name in _NO_MODELS or not directory.is_dir():
-                continue
-            others = found.setdefault(name, [])
-            if all(other.resolve() != directory.resolve() for other in others):
-                others.append(directory)
-    return found
+        yield
+    except OSError as error:
+        raise SetupError(f"the model repository {root} can't be read: {error}") from error
+
+
+def _is_model(directory: Path) -> bool:
+    return not directory.name.startswith(".") and directory.name not in _NO_MODELS and directory.is_dir()
+
+
+def _add(others: list[Path], directory: Path) -> None:
+    if all(other.resolve() != directory.resolve() for other in others):
+        others.append(directory)
 
 
 def load_model(
@@ -115,25 +134,34 @@ def load_model(
     Raises:
         ModelLoadError: no version to serve, a broken configuration, a backend that isn't there.
     """
-    served_as, name = name, directory.name
+    try:
+        return _load_model(directory, name or directory.name, config, auto_complete, execution)
+    except OSError as error:
+        raise ModelLoadError(name or directory.name, f"its files can't be read: {error}") from error
+
+
+def _load_model(
+    directory: Path,
+    served_as: str,
+    config: str | None,
+    auto_complete: bool,
+    execution: Literal["process", "thread"],
+) -> list[Runner]:
+    name = directory.name
     file = directory / "config.pbtxt"
-    if config is not None:
-        read = read_config(config, name)
-    else:
-        try:
-            text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelLoadError(name, f"its configuration can't be read: {error}", where=file) from error
-        read = ModelConfig.parse(text, name=name, where=file)
+    read = read_config(config, name) if config is not None else _read_file(file, name)
     filename = read.default_model_filename or "model.py"
     if Path(filename).name != filename or not filename.endswith(".py"):
         reason = f"default_model_filename must be the name of a .py file in the version directory, got '{filename}'"
         raise ModelLoadError(name, reason, where=file)
+    if read.is_ensemble:
+        what = f"platform '{read.platform}'" if read.platform else "`ensemble_scheduling`"
+        reason = f"{what} is not supported yet: ensembles are not served; a Python model can ask others in its code"
+        raise ModelLoadError(name, reason, where=read.where)
     versions = _versions(read, directory)
     read = read.with_backend(_backend(read, directory, versions, filename))
-    labels = {output: _labels(name, directory, path) for output, path in read.label_files.items()}
-    if served_as:
-        read = read.renamed(served_as)
+    labels = {output: read_labels(name, directory, path) for output, path in read.label_files.items()}
+    read = read.renamed(served_as)
     if read.has_sequences:
         log.warning(
             "model '%s' has `sequence_batching`, which isn't there yet: requests of a sequence run one by one, on any "
@@ -142,7 +170,10 @@ def load_model(
             read.instance_count,
         )
     if read.backend == "trio_infer":
-        return [_native(read, directory, version, filename, labels) for version in versions]
+        return _natives(read, directory, versions, filename, labels)
+    if read.instance_count > MOST_INSTANCES:
+        reason = f"{read.instance_count} instances are asked for by `instance_group`, more than {MOST_INSTANCES}"
+        raise ModelLoadError(name, reason, where=read.where)
     kind = TritonPythonRunner if (read.execution or execution) == "thread" else ProcessRunner
     return [
         kind(read, directory=directory, version=version, auto_complete=auto_complete, labels=labels)
@@ -150,24 +181,42 @@ def load_model(
     ]
 
 
-def _labels(model: str, directory: Path, path: str) -> tuple[str, ...]:
-    """The labels of an output's classes, one a line."""
-    file = directory / path
-    if not file.resolve().is_relative_to(directory.resolve()):
-        raise ModelLoadError(model, f"`label_filename` must be in the model's directory, got '{path}'")
+def _read_file(file: Path, name: str) -> ModelConfig:
     try:
-        with file.open("rb") as stream:
-            content = stream.read(LARGEST_LABELS + 1)
-        if len(content) > LARGEST_LABELS:
-            raise ModelLoadError(model, f"the labels are larger than {LARGEST_LABELS} bytes", where=file)
-        return tuple(content.decode().splitlines())
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelLoadError(model, f"the labels can't be read: {error}", where=file) from error
+        # A link that leads nowhere is no model without a configuration: a mount is broken.
+        if not isinstance(error, FileNotFoundError) or file.is_symlink():
+            raise ModelLoadError(name, f"its configuration can't be read: {error}", where=file) from error
+        text = ""
+    return ModelConfig.parse(text, name=name, where=file)
+
+
+def _natives(
+    config: ModelConfig, directory: Path, versions: Sequence[int], filename: str, labels: Mapping[str, tuple[str, ...]]
+) -> list[Runner]:
+    runners: list[Runner] = []
+    try:
+        for version in versions:
+            runners.append(load_native(config, directory, version, filename, labels))  # noqa: PERF401 (for `_forget`)
+    except BaseException:
+        _forget(runners)
+        raise
+    return runners
+
+
+def _forget(runners: Iterable[Runner]) -> None:
+    """Take the code of native models out of `sys.modules`: they are imported before they are loaded."""
+    for runner in runners:
+        if isinstance(runner, NativeRunner):
+            runner.forget()
 
 
 def _versions(config: ModelConfig, directory: Path) -> tuple[int, ...]:
     found = {
-        int(entry.name) for entry in directory.iterdir() if re.fullmatch(r"[1-9]\d*", entry.name) and entry.is_dir()
+        int(entry.name)
+        for entry in directory.iterdir()
+        if re.fullmatch(r"[1-9][0-9]{0,17}", entry.name) and entry.is_dir()
     }
     if not found:
         raise ModelLoadError(config.name, "it has no version directory (a positive number, such as 1)", where=directory)
@@ -190,42 +239,6 @@ def _backend(config: ModelConfig, directory: Path, versions: Sequence[int], file
     raise ModelLoadError(config.name, f"{kind} is not supported; 'python' and 'trio_infer' are", where=config.where)
 
 
-def _native(
-    config: ModelConfig, directory: Path, version: int, filename: str, labels: Mapping[str, tuple[str, ...]]
-) -> NativeRunner:
-    code = ModelCode(config.name, directory / str(version) / filename)
-    if not code.file.is_file():
-        raise ModelLoadError(config.name, f"there is no {filename} in its version directory", where=code.file)
-    with model_fault(code, "importing it"):
-        module = code.load()
-    classes = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Model) and value.__module__ == module.__name__
-    ]
-    if len(classes) != 1:
-        names = ", ".join(kind.__name__ for kind in classes) or "none"
-        reason = f"its code must define one subclass of trio_infer.Model, found {names}"
-        raise ModelLoadError(config.name, reason, where=code.file)
-    with model_fault(code, f"{classes[0].__name__}()"):
-        model = classes[0]()
-    if getattr(model, "name", config.name) != config.name:
-        reason = f"its `name` is '{model.name}' but its directory is '{config.name}'"
-        raise ModelLoadError(config.name, reason, where=code.file)
-    config.check_tensors()
-    given: dict[str, object] = {"name": config.name, "version": str(version)}
-    if config.inputs or config.outputs:
-        outputs = config.signature(str(version), labels).outputs
-        given |= {"inputs": config.inputs, "outputs": outputs, "max_batch_size": config.max_batch_size}
-    if config.has_instance_group:
-        given["instances"] = config.instance_count
-    if config.on_disconnect is not None:
-        given["on_disconnect"] = config.on_disconnect
-    for attribute, value in given.items():
-        object.__setattr__(model, attribute, value)  # also of a frozen attrs class
-    return NativeRunner(model)
-
-
 @attrs.frozen
 class Prepared:
     """One model's versions, read but not loaded.
@@ -241,7 +254,8 @@ class Prepared:
     files: tempfile.TemporaryDirectory[str] | None = attrs.field(default=None, repr=False)
 
     def dispose(self) -> None:
-        """Remove the files that were given for it. Blocks."""
+        """Remove what it has left behind: files that were given for it, imported code. Blocks."""
+        _forget(self.runners)
         if self.files is not None:
             self.files.cleanup()
 
@@ -276,14 +290,10 @@ class ModelRepository:
 
     def fingerprint(self, name: str) -> Hashable:
         """Changes when the model's files do: their paths, sizes, times and inodes; contents aren't read."""
-        marks = []
-        for directory in _directories(self.roots).get(name, ()):
-            for file in sorted(itertools.islice(directory.rglob("*"), MOST_FILES)):
-                with suppress(OSError):  # it was there a moment ago
-                    status = file.stat()
-                    if "__pycache__" not in file.parts and stat.S_ISREG(status.st_mode):
-                        marks.append((str(file), status.st_mtime_ns, status.st_size, status.st_ino))
-        return tuple(marks)
+        try:
+            return fingerprint(_directories_of(name, self.roots) if is_name(name) else ())
+        except SetupError:
+            return ""  # `prepare` says it, too, and to somebody
 
     def prepare(self, name: str, *, config: str | None = None, files: Mapping[str, bytes] = {}) -> Prepared:
         """Read a model.
@@ -294,18 +304,23 @@ class ModelRepository:
 
         Raises:
             UnknownModelError: no repository has it.
-            ModelLoadError: it can't be served.
+            ModelLoadError: it can't be served, or a repository can't be read any more.
         """
         check_name(name)
         load = partial(load_model, config=config, auto_complete=self.auto_complete, execution=self.execution)
         if files:
+            if config is None:
+                raise ModelLoadError(name, "files in place of the repository's need a configuration beside them")
             holder = write_files(name, files)
             try:
                 return Prepared(name, tuple(load(Path(holder.name) / name)), holder)
             except BaseException:
                 holder.cleanup()
                 raise
-        directories = _directories(self.roots).get(name, [])
+        try:
+            directories = _directories_of(name, self.roots)
+        except SetupError as error:
+            raise ModelLoadError(name, str(error)) from error
         if not directories:
             raise UnknownModelError(name, f"there is no directory of that name in {', '.join(map(str, self.roots))}")
         if len(directories) > 1:

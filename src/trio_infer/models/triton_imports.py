@@ -113,8 +113,9 @@ class ModelCode:
     def forget(self) -> None:
         """Take all of it out of `sys.modules`. Code that is still running keeps what it has."""
         _codes.pop(self._key, None)
-        for name in [name for name in sys.modules if name == self.package or name.startswith(f"{self.package}.")]:
-            del sys.modules[name]
+        for name in list(sys.modules):  # in one step, as other threads import meanwhile
+            if name == self.package or name.startswith(f"{self.package}."):
+                sys.modules.pop(name, None)
 
     def owns(self, filename: str) -> bool:
         """Whether a source file is one of the model's."""

@@ -15,6 +15,7 @@ import numpy as np
 import trio
 
 from trio_infer.errors import InferError, ModelLoadError
+from trio_infer.models.model_files import read_inside
 from trio_infer.models.runner import Instance, Runner
 from trio_infer.protocol.binary import bytes_to_array
 from trio_infer.protocol.config_schema import enum_name
@@ -29,6 +30,9 @@ DIRECTORY: Final = "warmup"
 
 LARGEST: Final = 2**30
 """Bytes of one input."""
+
+POINTER: Final = 8
+"""Bytes that an element of a BYTES tensor takes, even an empty one."""
 
 
 async def warm_up(runner: Runner) -> None:
@@ -86,7 +90,7 @@ def _input(runner: Runner, name: str, given: Any, lead: tuple[int, ...]) -> Arra
     if any(dim < 0 for dim in dims):
         raise ValueError(f"input '{name}' has dims {list(dims)}; each must be 0 or more")
     shape = (*lead, *dims)
-    size = math.prod(shape) * max(datatype.itemsize, 1)
+    size = math.prod(shape) * (datatype.itemsize or POINTER)
     if size > LARGEST:
         raise ValueError(f"input '{name}' is of {size} bytes, more than {LARGEST}")
     kind = given.WhichOneof("input_data_type")
@@ -104,12 +108,9 @@ def _input(runner: Runner, name: str, given: Any, lead: tuple[int, ...]) -> Arra
 
 
 def _from_file(runner: Runner, name: str, path: str, datatype: Datatype, shape: tuple[int, ...]) -> Array:
-    directory = Path(getattr(runner, "directory", "")) / DIRECTORY
-    file = directory / path
-    if not file.resolve().is_relative_to(directory.resolve()):
-        raise ValueError(f"the file of input '{name}' must be in the model's directory '{DIRECTORY}', got '{path}'")
-    with file.open("rb") as stream:
-        content = stream.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise ValueError(f"{file} is larger than {LARGEST} bytes")
+    directory: Path | None = getattr(runner, "directory", None)
+    if directory is None:
+        raise ValueError(f"the data of input '{name}' is a file, but the model is not in a repository")
+    rule = f"the file of input '{name}' must be in the model's directory '{DIRECTORY}'"
+    content = read_inside(directory / DIRECTORY, path, most=LARGEST, rule=rule)
     return bytes_to_array(memoryview(content), datatype, shape, name, model=runner.signature.name, request_id="")

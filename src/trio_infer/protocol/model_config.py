@@ -10,8 +10,9 @@ shown.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -116,17 +117,28 @@ class ModelConfig:
         message = new_config()
         message.name = signature.name
         message.backend = "trio_infer"
-        message.max_batch_size = signature.max_batch_size
-        for target, specs in ((message.input, signature.inputs), (message.output, signature.outputs)):
-            for spec in specs:
-                tensor = target.add(name=spec.name, data_type=spec.datatype.config_name, dims=spec.shape)
-                if spec.optional and target is message.input:
-                    tensor.optional = True
+        _write_tensors(message, signature)
         if signature.decoupled:
             message.model_transaction_policy.decoupled = True
         message.instance_group.add(count=1 if instances is None else instances)
         _normalise(message)
         return cls(message)
+
+    def with_code(self, signature: Signature, *, instances: int | None) -> ModelConfig:
+        """The same, with what a native model's code says and the file doesn't.
+
+        Args:
+            signature, instances: as for `of_signature`; where the file says something, they say the same.
+        """
+        message = new_config()
+        message.CopyFrom(self.message)
+        if not message.input and not message.output:
+            _write_tensors(message, signature)
+        if signature.decoupled or message.HasField("model_transaction_policy"):
+            message.model_transaction_policy.decoupled = signature.decoupled
+        if not self.has_instance_group:
+            message.instance_group[0].count = 1 if instances is None else instances
+        return attrs.evolve(self, message=message)
 
     @classmethod
     def _checked(cls, message: Any, name: str, where: Path | None, line_of: Callable[[str], int | None]) -> ModelConfig:
@@ -173,6 +185,10 @@ class ModelConfig:
     @property
     def platform(self) -> str:
         return str(self.message.platform)
+
+    @property
+    def is_ensemble(self) -> bool:
+        return self.platform == "ensemble" or bool(self.message.HasField("ensemble_scheduling"))
 
     @property
     def max_batch_size(self) -> int:
@@ -348,6 +364,9 @@ class ModelConfig:
             return "has no `dims`"
         if any(dim == 0 or dim < -1 for dim in tensor.dims):
             return f"has dims {list(tensor.dims)}; each must be 1 or more, or -1 for any size"
+        if tensor.HasField("reshape") and not _fits(tensor.dims, tensor.reshape.shape):
+            dims, shape = list(tensor.dims), list(tensor.reshape.shape)
+            return f"can't `reshape` from {dims} to {shape}: both must have the same size, and as many -1"
         return ""
 
     def as_json(self) -> dict[str, Any]:
@@ -363,6 +382,22 @@ class ModelConfig:
     def json_text(self) -> str:
         """`as_json` as text: what a model is given as `model_config`."""
         return orjson.dumps(self.as_json()).decode()
+
+
+def _fits(dims: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a tensor of these dims can take this shape, whatever size each -1 has."""
+    sizes = [math.prod(dim for dim in side if dim != -1) for side in (dims, shape)]
+    variable = [sum(dim == -1 for dim in side) for side in (dims, shape)]
+    return sizes[0] == sizes[1] and variable[0] == variable[1] and all(dim == -1 or dim > 0 for dim in shape)
+
+
+def _write_tensors(message: Any, signature: Signature) -> None:
+    message.max_batch_size = signature.max_batch_size
+    for target, specs in ((message.input, signature.inputs), (message.output, signature.outputs)):
+        for spec in specs:
+            tensor = target.add(name=spec.name, data_type=spec.datatype.config_name, dims=spec.shape)
+            if spec.optional and target is message.input:
+                tensor.optional = True
 
 
 def _normalise(message: Any) -> None:
