@@ -390,6 +390,10 @@ async def test_a_disk_that_fails_is_a_failure_to_load_and_no_end_of_the_server()
         models.gone = True
         with pytest.raises(InferError, match="the model repository is gone"):
             await on.control.index()
+        with pytest.raises(UnknownModelError):
+            await on.control.load("made up")
+        models.gone = False
+        assert list(await on.states()) == ["m:1"]
 
 
 async def test_a_broken_model_fails_the_first_and_the_second_time() -> None:

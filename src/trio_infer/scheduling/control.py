@@ -370,7 +370,7 @@ class ModelControl:
                     if attempt + 1 < tries:
                         log.warning("%s; trying again", error)
                         continue
-                    if fresh and not entry.states and name not in await in_thread(source.scan):
+                    if fresh and not entry.states and not await _is_there(source, name):
                         self._entries.pop(name, None)  # a name that somebody made up: nothing is known of it
                     elif entry.serving is None and not entry.states:
                         entry.reason, entry.wanted = error.reason, True
@@ -472,3 +472,10 @@ class ModelControl:
                 if state.state == "UNLOADING":
                     entry.states[version] = State("UNAVAILABLE", "unloaded")
         copy.gone.set()
+
+
+async def _is_there(source: ModelSource, name: str) -> bool:
+    try:
+        return name in await in_thread(source.scan)
+    except SetupError:  # no repository to be asked
+        return False
