@@ -149,6 +149,7 @@ async def test_a_warm_up_that_fails_is_a_failure_to_load(
     with pytest.raises(ModelLoadError) as caught:
         await Server(repository=ModelRepository([tmp_path])).serve(listeners=[MemoryListener()])
     assert "warm-up 'once': " in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert complaint in str(caught.value)
 
 

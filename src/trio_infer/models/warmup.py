@@ -58,7 +58,8 @@ async def warm_up(runner: Runner) -> None:
         except Exception as error:
             cause = _sole(error)
             what = str(cause) if isinstance(cause, InferError | OSError | ValueError) else repr(cause)
-            raise ModelLoadError(signature.name, f"{name}: {what}", where=runner.config.where) from cause
+            reason = " ".join(f"{name}: {what}".split())  # one line, though a model's error has its place below it
+            raise ModelLoadError(signature.name, reason, where=runner.config.where) from cause
 
 
 def _sole(error: Exception) -> Exception:
