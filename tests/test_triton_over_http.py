@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import trio
 
-from support import post, serving
+from support import get, post, serving
+from trio_infer import MetricsPolicy
 from trio_infer.models.repository import find_models
 from trio_infer.models.worker.codec import RemoteTraceback
 
@@ -163,10 +164,17 @@ entered, release = threading.Event(), threading.Event()
 async def test_a_model_that_never_asks_keeps_its_slot_until_it_ends_and_that_shows(write: Any) -> None:
     entered.clear()
     release.clear()
-    async with serving(*find_models([write("deaf", DEAF)], execution="thread")) as served:
+    models = find_models([write("deaf", DEAF)], execution="thread")
+    async with serving(*models, metrics=MetricsPolicy()) as served:
 
         def queue() -> Any:
             return served.server.statistics().models["deaf", "1"]
+
+        async def gauge() -> str:
+            scraper = await served.connect()
+            lines = (await scraper.ask(get("/metrics"))).body.decode().split("\n")
+            await scraper.close()
+            return next(line for line in lines if line.startswith("trio_infer_abandoned{"))
 
         client = await served.connect()
         await client.send(post("deaf", "infer", REQUEST))
@@ -174,6 +182,7 @@ async def test_a_model_that_never_asks_keeps_its_slot_until_it_ends_and_that_sho
         await client.close()
         await served.ended(1)  # its client is let go at once
         assert (queue().running, queue().abandoned) == (0, 1)
+        assert await gauge() == 'trio_infer_abandoned{model="deaf"} 1'
         probe = await served.connect()
         await probe.send(post("deaf", "infer", REQUEST))
         await trio.testing.wait_all_tasks_blocked(0.02)
@@ -182,6 +191,7 @@ async def test_a_model_that_never_asks_keeps_its_slot_until_it_ends_and_that_sho
         with trio.fail_after(5):
             assert (await probe.answer()).status == 200
         assert (queue().running, queue().waiting, queue().abandoned) == (0, 0, 0)
+        assert await gauge() == 'trio_infer_abandoned{model="deaf"} 0'
         await probe.close()
 
 

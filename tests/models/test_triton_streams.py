@@ -315,13 +315,18 @@ def finalize(self):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(client.stay)
         await happens(signals.started)
+        with trio.fail_after(10):
+            await client.idle.wait()
+        assert runner.abandoned == 0
         client.leave()
+    assert runner.abandoned == 1
     async with trio.open_nursery() as nursery:
         nursery.start_soon(runner.unload)
         await trio.testing.wait_all_tasks_blocked()
         assert not signals.turned.is_set()
         signals.kept.clear()
     assert signals.turned.is_set()
+    assert runner.abandoned == 0
 
 
 async def test_a_client_that_leaves_before_the_thread_begins_frees_the_instance(

@@ -69,7 +69,7 @@ class TritonRunner:
 
     @property
     def abandoned(self) -> int:
-        """Requests that have left, while the model goes on with them."""
+        """Requests that have left, while the model's senders go on with them in no instance."""
         return sum(work.abandoned for work in self._works)
 
     @property

@@ -106,8 +106,11 @@ class Work:
 
     @property
     def abandoned(self) -> bool:
-        """Whether it goes on although its request has left."""
-        return self._left and not self._over
+        """Whether senders go on although the request has left, and the instance has been given back.
+
+        Not while `execute` is running: then the instance itself is known to be taken for nobody.
+        """
+        return self._left and self._free and not self._over
 
     @property
     def promised(self) -> bool:
