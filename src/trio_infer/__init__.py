@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trio_infer.observe.metrics_policy import MetricsPolicy
     from trio_infer.observe.statistics import RequestStatistics
     from trio_infer.protocol.datatypes import Datatype
+    from trio_infer.protocol.queueing import Batching, Queueing, QueuePolicy
     from trio_infer.protocol.values import InferRequest, InferResponse, TensorSpec
     from trio_infer.scheduling.ticket import QueueStatistics
     from trio_infer.server import Address, ListenError, Server, ServerStatistics
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Address",
+    "Batching",
     "CancelReason",
     "ControlPolicy",
     "Datatype",
@@ -51,7 +53,9 @@ __all__ = [
     "ModelRepository",
     "Outcome",
     "Phase",
+    "QueuePolicy",
     "QueueStatistics",
+    "Queueing",
     "RequestStatistics",
     "SageMaker",
     "Server",
@@ -89,6 +93,9 @@ _HOMES = {
     "MetricsPolicy": "trio_infer.observe.metrics_policy",
     "RequestStatistics": "trio_infer.observe.statistics",
     "Datatype": "trio_infer.protocol.datatypes",
+    "Batching": "trio_infer.protocol.queueing",
+    "QueuePolicy": "trio_infer.protocol.queueing",
+    "Queueing": "trio_infer.protocol.queueing",
     "InferRequest": "trio_infer.protocol.values",
     "InferResponse": "trio_infer.protocol.values",
     "TensorSpec": "trio_infer.protocol.values",

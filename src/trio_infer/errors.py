@@ -47,6 +47,7 @@ class InferError(Exception):
         message: what was wrong, where, expected and got, and what to do; it becomes the answer's `error`.
         code: picks the HTTP status; INVALID_ARG (400) unless said otherwise.
         status: an HTTP status that no code stands for (405, 408, 413, ...); overrides the code's.
+        retry_after: seconds after which asking again may help; the answer's `Retry-After`. None if nobody knows.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class InferError(Exception):
         code: ErrorCode = ErrorCode.INVALID_ARG,
         *,
         status: int | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
+        self.retry_after: int | None = retry_after
         self.code = code
         self.status: int = code.status if status is None else status
 

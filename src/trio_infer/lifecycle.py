@@ -111,9 +111,12 @@ class Timing:
         infer_began, infer_ended: around the model's own code; 0 to the end if the runner can't tell it from the rest.
         ended: the work was really over, whether or not anybody still waited for it.
         responses: of a decoupled model, when each response was given.
+        batch_rows: of all requests that ran together; 0 for one that ran by itself.
+        share: how much of the run was for this request, from 0 to 1.
+        leads: false for all but the first of those that ran together: the run is counted with that one.
     """
 
-    __slots__ = ("begun", "ended", "infer_began", "infer_ended", "responses")
+    __slots__ = ("batch_rows", "begun", "ended", "infer_began", "infer_ended", "leads", "responses", "share")
 
     def __init__(self) -> None:
         self.begun: int = 0
@@ -121,6 +124,9 @@ class Timing:
         self.infer_ended: int = 0
         self.ended: int = 0
         self.responses: list[int] = []
+        self.batch_rows: int = 0
+        self.share: float = 1.0
+        self.leads: bool = True
 
 
 class LifeWatcher(Protocol):
@@ -134,6 +140,13 @@ class LifeWatcher(Protocol):
 
     def work_ended(self, life: Life) -> None:
         """`life.timing.ended` is set; the life itself may have ended before, or may go on."""
+
+
+class Cancellable(Protocol):
+    """Something that ends with a life: another life, a place in a queue."""
+
+    def cancel(self, reason: CancelReason) -> object:
+        """Be over, now; must be quick and must not raise."""
 
 
 class Life:
@@ -178,7 +191,7 @@ class Life:
 
     def __init__(self, watchers: Sequence[LifeWatcher] = (), *, label: str = "", parent: Life | None = None) -> None:
         self._watchers = watchers
-        self._children: set[Life] = _NO_CHILDREN
+        self._children: set[Cancellable] = _NO_CHILDREN
         self.label: str = label
         self.parent: Life | None = parent
         self.phase: Phase = Phase.RECEIVING
@@ -210,15 +223,20 @@ class Life:
             label: what a log calls it.
         """
         child = Life(self._watchers, label=label, parent=self)
-        self._adopt(child)
+        self.attach(child)
         return child
 
-    def _adopt(self, child: Life) -> None:
+    def attach(self, what: Cancellable) -> None:
+        """Cancel something together with this, in the same instant; at once if this is already."""
         if self._children is _NO_CHILDREN:
             self._children = set()
-        self._children.add(child)
+        self._children.add(what)
         if self.reason is not None:
-            child.cancel(self.reason)
+            what.cancel(self.reason)
+
+    def detach(self, what: Cancellable) -> None:
+        """It is over, or no longer of this life; harmless if it never was."""
+        self._children.discard(what)
 
     def work_over(self) -> None:
         """The work that `timing` is of has ended; called once, in the trio thread."""
@@ -283,7 +301,7 @@ class Life:
         self.ended = time.perf_counter_ns()
         self.canceller = None
         if self.parent is not None:
-            self.parent._children.discard(self)
+            self.parent.detach(self)
         for watcher in self._watchers:
             watcher.life_ended(self)
         return outcome
@@ -306,7 +324,7 @@ class StandIn(Life):
         self._lives = tuple(lives)
         for life in lives:
             self._watchers = life._watchers
-            life._adopt(self)
+            life.attach(self)
 
     def cancel(self, reason: CancelReason) -> bool:
         """One of them is cancelled; nothing comes of it while another one lives on."""
@@ -321,10 +339,10 @@ class StandIn(Life):
     def leave(self) -> None:
         """It is needed no more."""
         for life in self._lives:
-            life._children.discard(self)
+            life.detach(self)
 
 
-_NO_CHILDREN: Final[set[Life]] = set()
+_NO_CHILDREN: Final[set[Cancellable]] = set()
 
 STATUS: Final = {
     # nginx's 499, "client closed request": only logged and counted, but for the one who is there and asked for it.

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from triton_stage import CONFIG, PRELUDE
+import trio
+from triton_stage import CONFIG, PRELUDE, Repository
 
+from desk import desk
 from trio_infer.errors import ErrorCode, InferError
+from trio_infer.lifecycle import Life, Phase
 from trio_infer.models.triton_current import Job, current_jobs
 from trio_infer.models.triton_execute import Executor, Loaded
 from trio_infer.models.triton_imports import ModelCode
@@ -156,3 +161,146 @@ return [pb_utils.InferenceResponse([])]
         [Note()],
     )
     assert stage.seen == ()
+
+
+BATCHED = (
+    CONFIG
+    + "max_batch_size: 8\ndynamic_batching { }\n"
+    + 'parameters { key: "cancel_grace_ms" value { string_value: "100" } }\n'
+)
+GATED = """
+    import pathlib, time
+    class TritonPythonModel:
+        def execute(self, requests):
+            here = pathlib.Path(DIRECTORY)
+            number = len(list(here.glob("run*")))
+            (here / f"run{number}").write_text(" ".join(str(r.request_id()) for r in requests))
+            while not (here / "open").exists() and not all(r.is_cancelled() for r in requests):
+                (here / f"flags{number}").write_text("".join("01"[r.is_cancelled()] for r in requests))
+                time.sleep(0.005)
+            responses = []
+            for request in requests:
+                x = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()
+                error = pb_utils.TritonError("no negative numbers") if x[0, 0] < 0 else None
+                out = [] if error else [pb_utils.Tensor("OUT", x * 2)]
+                responses.append(pb_utils.InferenceResponse(out, error))
+            return responses
+"""
+
+
+async def see(path: Path, text: str) -> None:
+    """Wait until a model, which may be in another process, has written this."""
+
+    def look() -> None:
+        while not path.exists() or path.read_text() != text:
+            time.sleep(0.005)
+
+    await in_time(look)
+
+
+async def in_time(look: Callable[[], None]) -> None:
+    with trio.fail_after(20):
+        await trio.to_thread.run_sync(look, abandon_on_cancel=True)
+
+
+@pytest.mark.parametrize("execution", ["thread", "process"])
+async def test_a_model_gets_a_batch_in_one_call_and_each_client_its_own_part_of_it(
+    tmp_path: Path, execution: Any
+) -> None:
+    repository = Repository(tmp_path / "models", execution)
+    repository.model("m", GATED.replace("DIRECTORY", repr(str(tmp_path))), BATCHED)
+    async with desk(repository.runner()) as at:
+        alone = await at.asked([0], name="IN", id="a")
+        await see(tmp_path / "run0", "a")
+        stays, leaves, wrong, early = [
+            await at.asked(*rows, name="IN", id=name)
+            for name, rows in (("b", [[1], [2]]), ("c", [[3]]), ("d", [[-4]]), ("e", [[5]]))
+        ]
+        early.leave()
+        await early.done.wait()
+        (tmp_path / "open").touch()
+        await alone.done.wait()
+        (tmp_path / "open").unlink()
+        await see(tmp_path / "run1", "b c d")
+        leaves.leave()
+        await leaves.done.wait()
+        await see(tmp_path / "flags1", "010")
+        await trio.sleep(0.2)  # longer than the grace: a batch isn't killed for one of it
+        (tmp_path / "open").touch()
+        await stays.done.wait()
+        await wrong.done.wait()
+        assert stays.values == [[2], [4]]
+        assert str(wrong.error) == "no negative numbers"
+        assert leaves.responses == []
+        assert {size: each.infer.count for size, each in at.books.batches.items()} == {1: 1, 4: 1}
+
+
+@pytest.mark.parametrize("execution", ["thread", "process"])
+async def test_a_batch_is_over_as_soon_as_the_last_of_its_clients_has_left(tmp_path: Path, execution: Any) -> None:
+    repository = Repository(tmp_path / "models", execution)
+    repository.model("m", GATED.replace("DIRECTORY", repr(str(tmp_path))), BATCHED)
+    async with desk(repository.runner()) as at:
+        alone = await at.asked([0], name="IN", id="a")
+        await see(tmp_path / "run0", "a")
+        pair = [await at.asked([n], name="IN", id=name) for n, name in ((1, "b"), (2, "c"))]
+        alone.leave()
+        await see(tmp_path / "run1", "b c")
+        pair[0].leave()
+        await see(tmp_path / "flags1", "10")
+        pair[1].leave()
+        with trio.fail_after(20):
+            await at.model.settled()
+        (tmp_path / "open").touch()
+        probe = at.ask([5], name="IN", id="d")
+    assert probe.values == [[10]]
+    assert sum(at.books.cancelled.values()) == 3
+
+
+async def test_a_deaf_batch_is_killed_only_when_all_of_its_clients_have_left(tmp_path: Path) -> None:
+    repository = Repository(tmp_path / "models", "process")
+    deaf = GATED.replace("and not all(r.is_cancelled() for r in requests)", "")
+    repository.model("m", deaf.replace("DIRECTORY", repr(str(tmp_path))), BATCHED)
+    async with desk(repository.runner()) as at:
+        alone = await at.asked([0], name="IN", id="a")
+        await see(tmp_path / "run0", "a")
+        pair = [await at.asked([n], name="IN", id=name) for n, name in ((1, "b"), (2, "c"))]
+        alone.leave()  # it is killed after its grace, and the batch runs in the next process
+        await see(tmp_path / "run1", "b c")
+        for guest in pair:
+            guest.leave()
+        with trio.fail_after(20):
+            await at.model.settled()
+        (tmp_path / "open").touch()
+        probe = at.ask([5], name="IN", id="d")
+    assert probe.values == [[10]]
+
+
+async def test_those_who_leave_while_a_batch_waits_for_a_process_are_not_in_it(tmp_path: Path) -> None:
+    repository = Repository(tmp_path / "models", "process")
+    deaf = GATED.replace("and not all(r.is_cancelled() for r in requests)", "")
+    slow = deaf.replace(
+        "class TritonPythonModel:", "class TritonPythonModel:\n        def initialize(self, args): time.sleep(0.3)"
+    )
+    repository.model("m", slow.replace("DIRECTORY", repr(str(tmp_path))), BATCHED)
+    granted = trio.Event()
+
+    class Watcher:
+        def life_moved(self, life: Life, left: Phase | None) -> None:
+            if life.label == "d" and life.phase is Phase.RUNNING:
+                granted.set()
+
+        def life_ended(self, life: Life) -> None: ...
+
+        def work_ended(self, life: Life) -> None: ...
+
+    async with desk(repository.runner(), Watcher()) as at:
+        alone = await at.asked([0], name="IN", id="a")
+        await see(tmp_path / "run0", "a")
+        three = [await at.asked([n], name="IN", id=name) for n, name in ((1, "b"), (2, "c"), (3, "d"))]
+        alone.leave()
+        await granted.wait()  # together with the others, but there is no process yet
+        three[1].leave()
+        (tmp_path / "open").touch()
+        await three[0].done.wait()
+    assert (tmp_path / "run1").read_text() == "b d"
+    assert [guest.values for guest in (three[0], three[2])] == [[[2]], [[6]]]

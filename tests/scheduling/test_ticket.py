@@ -11,7 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trio_infer.scheduling.ticket import InstanceQueue, Ticket
+from trio_infer.lifecycle import CancelReason, Life
+from trio_infer.protocol.queueing import Batching
+from trio_infer.protocol.values import InferRequest, Send
+from trio_infer.scheduling.ticket import InstanceQueue, QueueStatistics, Ticket
+
+REQUEST = InferRequest("m", "1", {})
+
+
+async def _attend(send: Send) -> None: ...
 
 
 def test_a_free_instance_is_granted_at_once_and_the_rest_wait_in_order() -> None:
@@ -40,6 +48,41 @@ def test_an_instance_granted_to_a_ticket_that_leaves_in_the_same_tick_goes_to_th
     assert second.instance is not None
     queue.give_up(second)
     assert third.instance is not None
+
+
+def test_one_that_is_cancelled_has_left_the_queue_in_that_instant_though_its_task_does_not_know_yet() -> None:
+    for batching in (None, Batching()):
+        queue = InstanceQueue(1, batching=batching, max_batch_size=4, start=lambda batch: [_attend for _ in batch])
+        life = Life()
+        first, second, third, fourth = (queue.draw(life if n == 1 else None, REQUEST) for n in range(4))
+        assert queue.statistics().waiting == 3
+        life.cancel(CancelReason.DISCONNECTED)
+        assert queue.statistics().waiting == 2
+        queue.give_up(first)
+        assert second.instance is None
+        assert third.instance is not None
+        assert (fourth.instance is None) is (batching is None)
+        queue.give_up(second)
+
+
+def test_an_instance_that_runs_a_batch_is_free_when_the_work_of_each_has_ended_and_abandoned_with_the_last() -> None:
+    queue = InstanceQueue(1, batching=Batching(), max_batch_size=2, start=lambda batch: [_attend for _ in batch])
+    first, second, third, fourth = (queue.draw(None, REQUEST) for _ in range(4))
+    queue.give_up(first)
+    instances = [second.instance, third.instance]
+    assert fourth.instance is None
+    for instance in instances:
+        assert instance is not None
+        instance.begin()
+    queue.give_up(second)
+    assert queue.statistics() == QueueStatistics(instances=1, running=1, waiting=1, abandoned=0)
+    queue.give_up(third)
+    assert queue.statistics() == QueueStatistics(instances=1, running=0, waiting=1, abandoned=1)
+    for left, instance in zip((1, 0), instances, strict=True):
+        assert instance is not None
+        instance.end()
+        assert queue.statistics().abandoned == left
+    assert fourth.instance is not None
 
 
 def test_an_instance_is_kept_until_its_work_has_really_ended() -> None:

@@ -18,9 +18,11 @@ import attrs
 
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.models.host import Host
-from trio_infer.models.runner import Instance, Stops
+from trio_infer.models.joining import begin_joined
+from trio_infer.models.runner import Attend, Instance, Stops
 from trio_infer.models.triton_tensors import reshaped
 from trio_infer.protocol.model_config import ModelConfig
+from trio_infer.protocol.queueing import Batching, Queueing
 from trio_infer.protocol.values import Array, InferRequest, InferResponse, Send, Signature, TensorSpec
 
 __all__ = ["Model", "ModelOutput", "NativeRunner"]
@@ -37,8 +39,12 @@ class Model:
         version: a positive number, as text.
         inputs, outputs: tensors with their datatypes and shapes (without the batch dimension).
         max_batch_size: 0 for no batch dimension; else the most rows a request may have.
-        instances: how many requests may be in `infer` at once; None (the default) for any number. Others wait in a
-            FIFO.
+        instances: how many runs of `infer` may go on at once; None (the default) for any number. Others wait, by
+            priority, and first come first served.
+        queueing: how long requests may wait and how many may, and how many priority levels there are; None (the
+            default) for no limits and no levels.
+        batching: how requests are joined, so that one run of `infer` answers several; None (the default) if each runs
+            by itself. Needs a `max_batch_size`; without a number of `instances` there is one.
         on_disconnect: `"cancel"` or `"finish"`; None (the default) leaves it to the server.
     """
 
@@ -48,13 +54,16 @@ class Model:
     outputs: Sequence[TensorSpec] = ()
     max_batch_size: int = 0
     instances: int | None = None
+    queueing: Queueing | None = None
+    batching: Batching | None = None
     on_disconnect: Literal["cancel", "finish"] | None = None
 
     def infer(self, request: InferRequest) -> Awaitable[ModelOutput] | AsyncIterator[ModelOutput]:
         """Answer one request: write it as `async def`, with `return` for one response or with `yield` for any number.
 
         Args:
-            request: its inputs are checked against `inputs`; arrays may be read-only.
+            request: its inputs are checked against `inputs`; arrays may be read-only. With `batching` it may be several
+                requests' rows in one, and each output must have as many; its `parts` are theirs.
 
         Raises:
             InferError: to choose the code and the words that the client gets.
@@ -110,6 +119,11 @@ class NativeRunner:
                 raise ModelLoadError(name, f"a tensor name is given twice in {names}")
         if model.instances is not None and model.instances < 1:
             raise ModelLoadError(name, f"`instances` must be at least 1 or None, got {model.instances}")
+        if model.batching is not None and (self._streams or model.max_batch_size < 1):
+            what = (
+                "an `infer` that returns, not one that yields" if self._streams else "a `max_batch_size` of 1 or more"
+            )
+            raise ModelLoadError(name, f"`batching` needs {what}")
         self.instances: int | None = model.instances
         self.signature: Signature = Signature(
             name=name,
@@ -123,7 +137,11 @@ class NativeRunner:
             ModelConfig.of_signature(self.signature, instances=model.instances)
             if config is None
             else config.with_code(self.signature, instances=model.instances)
-        )
+        ).with_scheduling(model.queueing, model.batching)
+        asked = model.batching is not None or (config is not None and config.batching is not None)
+        self.joins: bool = asked and not self._streams
+        if self.joins and self.instances is None:
+            self.instances = 1
         self._reshapes = self.config.reshapes
 
     @property
@@ -139,17 +157,30 @@ class NativeRunner:
     async def run(self, instance: Instance, request: InferRequest, send: Send) -> None:
         instance.begin()
         try:
-            if self._reshapes:
-                request = attrs.evolve(request, inputs=self._reshaped(request.inputs, to_model=True))
-            if self._streams:
+            if not self._streams:
+                response = await self._infer(request)
+            else:
+                request = self._to_model(request)
                 stream = cast("AsyncGenerator[ModelOutput, None]", self.model.infer(request))
                 async with aclosing(stream):
                     async for output in stream:
                         await send(self._response(output))
-            else:
-                await send(self._response(await cast("Awaitable[ModelOutput]", self.model.infer(request))))
         finally:
             instance.end()
+        if not self._streams:
+            await send(response)
+
+    def begin_batch(self, batch: Sequence[tuple[Instance, InferRequest]]) -> Sequence[Attend]:
+        """Join them, and run them as one; see `joining`."""
+        return begin_joined(self._infer, batch, self.signature.name)
+
+    async def _infer(self, request: InferRequest) -> InferResponse:
+        return self._response(await cast("Awaitable[ModelOutput]", self.model.infer(self._to_model(request))))
+
+    def _to_model(self, request: InferRequest) -> InferRequest:
+        if not self._reshapes:
+            return request
+        return attrs.evolve(request, inputs=self._reshaped(request.inputs, to_model=True))
 
     async def unload(self) -> None:
         try:

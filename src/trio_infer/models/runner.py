@@ -9,8 +9,8 @@ done.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import attrs
 
@@ -19,15 +19,18 @@ from trio_infer.models.host import Host
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import InferRequest, Send, Signature
 
-__all__ = ["Instance", "Runner", "Stops"]
+__all__ = ["Attend", "Batches", "Instance", "Runner", "Stops"]
 
 Stops: TypeAlias = Literal["checkpoint", "callback", "never"]
 """Where a cancelled run ends: at trio's next checkpoint; when the model next asks `is_cancelled()`; at its own end."""
 
+Attend: TypeAlias = Callable[[Send], Awaitable[None]]
+"""Takes part in a batch for one of its requests, in that request's task; else as `Runner.run`."""
+
 
 @attrs.define(eq=False)
 class Instance:
-    """One run's place among those that may run at once; made anew for each run.
+    """One request's place among those that may run at once; made anew for each. Those of a batch have one index.
 
     Args:
         index: from 0; a runner that keeps a state for each instance finds it by this. All are 0 if their number is
@@ -132,4 +135,28 @@ class Runner(Protocol):
 
         Returns:
             whether that is possible: a process is, a thread isn't.
+        """
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """A runner that can run several requests at once.
+
+    Attributes:
+        joins: whether it is to be asked to, where the configuration says how.
+    """
+
+    @property
+    def joins(self) -> bool: ...
+
+    def begin_batch(self, batch: Sequence[tuple[Instance, InferRequest]]) -> Sequence[Attend]:
+        """Begin to run several requests together; doesn't block, and doesn't raise.
+
+        Args:
+            batch: two or more requests whose shapes fit, each with its instance, all of the same index. Each instance
+                is begun and ended by itself.
+
+        Returns:
+            for each request what its task awaits, once. Its cancellation leaves the batch: the others go on, and the
+            last one to leave stops it, as `stops` says.
         """

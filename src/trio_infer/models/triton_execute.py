@@ -191,7 +191,7 @@ class Executor:
                 for job, _ in batch:
                     job.finish(expect_more=False)
                 raise
-            return [self._failure(loaded, error) for _ in batch]
+            return self._failures(loaded, error, len(batch))
 
     def _submit(self, loaded: Loaded, batch: Batch, coroutine: Coroutine[Any, Any, Any]) -> Any:
         running = loaded.loop.submit(coroutine)
@@ -216,7 +216,7 @@ class Executor:
         try:
             judged = self._judge(loaded, batch, result())
         except BaseException as error:
-            judged = [self._failure(loaded, error) for _ in batch]
+            judged = self._failures(loaded, error, len(batch))
         results = {job: result for (job, _), result in zip(batch, judged, strict=True)}
         _finish(results)
         for job, told in results.items():
@@ -260,6 +260,14 @@ class Executor:
             return self._encode(request, response)
         except Exception as error:
             return self._failure(loaded, error)
+
+    def _failures(self, loaded: Loaded, error: BaseException, count: int) -> list[Result]:
+        """`execute` failed for all of them; the first one has the cause, so that the log has it once."""
+        failures: list[Result] = [self._failure(loaded, error) for _ in range(count)]
+        for failure in failures[1:]:
+            assert failure is not None
+            failure.__cause__ = None  # type: ignore[union-attr]  # all of them are errors
+        return failures
 
     def _failure(self, loaded: Loaded, error: BaseException) -> InferError:
         message = _explain(error, loaded.code)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,14 +32,14 @@ import trio
 from trio_infer.errors import InferError, ModelLoadError
 from trio_infer.models.host import Host
 from trio_infer.models.local_bridge import LocalBridge
-from trio_infer.models.runner import Instance
+from trio_infer.models.runner import Attend, Instance
 from trio_infer.models.triton_execute import Executor, Loaded
 from trio_infer.models.triton_imports import ModelCode
 from trio_infer.models.triton_loading import import_model, initialize
 from trio_infer.models.triton_runner import TritonRunner
-from trio_infer.models.triton_work import Work, only_response
+from trio_infer.models.triton_work import Work, attend, only_response
 from trio_infer.protocol.model_config import ModelConfig
-from trio_infer.protocol.values import InferRequest, Send
+from trio_infer.protocol.values import InferRequest, InferResponse, Send
 
 __all__ = ["TritonPythonRunner"]
 
@@ -150,14 +150,7 @@ class TritonPythonRunner(TritonRunner):
         or `trio.from_thread.check_cancelled()`. Whatever it still gives or raises is dropped.
         """
         loaded = self._loaded[instance.index]
-        work = Work(
-            loaded.name,
-            instance,
-            decoupled=self.signature.decoupled,
-            deaf_after=self._deaf_after,
-            on_over=self._work_over,
-        )
-        self._works.add(work)
+        work = self._begin(loaded, instance)
         try:
             if self.signature.decoupled:
                 await self._run_decoupled(loaded, work, request, send)
@@ -169,6 +162,41 @@ class TritonPythonRunner(TritonRunner):
                 await send(response)
         finally:
             work.leave()
+
+    def begin_batch(self, batch: Sequence[tuple[Instance, InferRequest]]) -> Sequence[Attend]:
+        """Call `execute` with all of them, in one thread."""
+        loaded = self._loaded[batch[0][0].index]
+        works = [self._begin(loaded, instance) for instance, _ in batch]
+        scope = trio.CancelScope()
+        jobs = list(zip(works, (request for _, request in batch), strict=True))
+        trio.lowlevel.spawn_system_task(self._run_batch, loaded, jobs, scope, name=f"<batch of {loaded.name}>")
+        return [partial(self._attend, work, works, scope) for work in works]
+
+    def _begin(self, loaded: Loaded, instance: Instance) -> Work:
+        work = Work(
+            loaded.name,
+            instance,
+            decoupled=self.signature.decoupled,
+            deaf_after=self._deaf_after,
+            on_over=self._work_over,
+        )
+        self._works.add(work)
+        return work
+
+    async def _run_batch(
+        self, loaded: Loaded, jobs: Sequence[tuple[Work, InferRequest]], scope: trio.CancelScope
+    ) -> None:
+        with scope:
+            results = await self._in_thread(self._executor.execute_batch, loaded, jobs)
+            for (work, _), result in zip(jobs, results, strict=True):
+                work.give(result if isinstance(result, InferResponse) else None)
+
+    async def _attend(self, work: Work, fellows: Sequence[Work], scope: trio.CancelScope, send: Send) -> None:
+        try:
+            await attend(work, send)
+        finally:
+            if all(fellow.left for fellow in fellows):
+                scope.cancel(reason="all clients of the batch have left")  # for `trio.from_thread.check_cancelled`
 
     def _work_over(self, work: Work) -> None:
         self._works.discard(work)

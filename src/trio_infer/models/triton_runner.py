@@ -32,6 +32,7 @@ class TritonRunner:
     """
 
     stops: Stops = "callback"
+    joins: bool = True
 
     def __init__(
         self,

@@ -39,9 +39,9 @@ import trio
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.lifecycle import Life
 from trio_infer.models.runner import Instance
-from trio_infer.protocol.values import InferResponse
+from trio_infer.protocol.values import InferResponse, Send
 
-__all__ = ["LIMIT", "Work", "only_response"]
+__all__ = ["LIMIT", "Work", "attend", "only_response"]
 
 LIMIT: Final = 8
 log: logging.Logger = logging.getLogger("trio_infer.models")
@@ -59,6 +59,7 @@ class Work:
 
     Attributes:
         error: what `execute` failed with, if `next` raises it.
+        returned: `execute` has returned, and the task may know; `response` is what it gave, if it gave one.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class Work:
         self._lock = threading.Condition()
         self._waiting: deque[InferResponse | InferError] = deque()
         self.error: InferError | None = None
+        self.returned: trio.Event = trio.Event()
+        self.response: InferResponse | None = None
         self._started = self._executing = False
         self._promised = decoupled
         self._put = 0
@@ -93,6 +96,16 @@ class Work:
     def life(self) -> Life | None:
         """Of the request, if it has one."""
         return self._instance.life
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether any number of responses come through senders."""
+        return self._decoupled
+
+    @property
+    def left(self) -> bool:
+        """Whether the task needs nothing more."""
+        return self._left
 
     @property
     def index(self) -> int:
@@ -211,6 +224,18 @@ class Work:
 
     # ---- in the trio thread
 
+    def give(self, response: InferResponse | None) -> None:
+        """`execute`, which was called for several requests, has returned: the instance is free before their tasks run.
+
+        Args:
+            response: what it gave for this one, if it gave one.
+        """
+        with self._lock:
+            self.response = response
+            self._returned = True
+        self.returned.set()
+        self._notice()
+
     async def next(self) -> InferResponse | None:
         """The next response; None after the final one.
 
@@ -289,6 +314,34 @@ class Work:
         while not self._over:
             self._news = trio.Event()
             await self._news.wait()
+
+
+async def attend(work: Work, send: Send) -> None:
+    """Take a request's responses as they come, in its task.
+
+    Args:
+        work: the request's, in which `returned` is set when `execute` has returned.
+        send: takes each response in turn.
+
+    Raises:
+        InferError: the model's.
+
+    Cancellation: leaves at once, and senders are no longer waited for.
+    """
+    try:
+        if work.decoupled:
+            while (response := await work.next()) is not None:
+                await send(response)
+            await work.returned.wait()
+            return
+        await work.returned.wait()
+        if work.error is not None:
+            raise work.error
+        response = work.response if work.response is not None else await only_response(work)
+        work.leave()
+        await send(response)
+    finally:
+        work.leave()
 
 
 async def only_response(work: Work) -> InferResponse:

@@ -23,8 +23,9 @@ Durations of the queue and of the parts of compute are, as in Triton, those of s
 ended otherwise is in `compute`, by outcome, where nothing is left out. There a cancelled request's compute is split at
 the moment of the cancel: "cancelled" is what it had cost until then, "wasted" what went on afterwards.
 
-Executions are runs of the model, whatever became of them. A runner that can't tell the model's own code from what is
-around it has all of its work in `compute_infer`.
+Executions are runs of the model, whatever became of them. Requests that ran together in a batch are one, counted with
+the first of them under the batch's rows; each has a share of its compute, by its own rows. A runner that can't tell the
+model's own code from what is around it has all of its work in `compute_infer`.
 
 Bounds: response statistics are kept for the first `MOST_RESPONSES` responses of a request, batch statistics for
 `MOST_BATCH_SIZES` sizes; what is beyond is counted with the last of them.
@@ -269,17 +270,13 @@ class ModelBooks:
 
     def work_and_life_ended(self, life: Life, timing: Timing) -> None:
         parts = _parts(timing)
-        self.executions += 1
-        batch = self.batches.get(life.rows)
-        if batch is None:
-            size = life.rows if len(self.batches) < MOST_BATCH_SIZES else max(self.batches)
-            batch = self.batches.setdefault(size, _Compute())
-        batch.add(parts)
+        if timing.leads:
+            self._book_execution(timing.batch_rows or life.rows, parts)
         assert life.outcome is not None
         worked = max(timing.ended - timing.begun, 0)
         after = min(max(timing.ended - life.struck_at, 0), worked) if life.struck_at else 0
-        self.compute_by_outcome[life.outcome.value] += worked - after
-        self.compute_by_outcome["wasted"] += after
+        self.compute_by_outcome[life.outcome.value] += round((worked - after) * timing.share)
+        self.compute_by_outcome["wasted"] += round(after * timing.share)
         if timing.ended > life.struck_at > 0:
             self.stopping.observe(after / 1e9)
         if self.decoupled:
@@ -292,6 +289,14 @@ class ModelBooks:
                 total = life.ended - life.entered[Phase.RECEIVING]
                 for latency, ns in zip(self.latencies.values(), (total, queued, *parts), strict=True):
                     latency.add(ns)
+
+    def _book_execution(self, rows: int, parts: tuple[int, int, int]) -> None:
+        self.executions += 1
+        batch = self.batches.get(rows)
+        if batch is None:
+            size = rows if len(self.batches) < MOST_BATCH_SIZES else max(self.batches)
+            batch = self.batches.setdefault(size, _Compute())
+        batch.add(parts)
 
     def _book_responses(self, life: Life, timing: Timing) -> None:
         since = timing.infer_began or timing.begun

@@ -23,6 +23,7 @@ import orjson
 from trio_infer.errors import ModelLoadError
 from trio_infer.protocol.config_schema import SchemaError, enum_name, from_json, from_text, new_config, plain
 from trio_infer.protocol.datatypes import Datatype
+from trio_infer.protocol.queueing import Batching, Queueing
 from trio_infer.protocol.values import Signature, TensorSpec
 
 __all__ = ["ModelConfig", "VersionPolicy"]
@@ -170,6 +171,10 @@ class ModelConfig:
                     f"`preferred_batch_size` must be from 1 to `max_batch_size` ({message.max_batch_size}), got {size}"
                 )
                 raise broken(reason, r"\bpreferred_batch_size\b")
+        levels, default = message.dynamic_batching.priority_levels, message.dynamic_batching.default_priority_level
+        if levels and not 0 < default <= levels:
+            reason = f"`default_priority_level` must be from 1 to `priority_levels` ({levels}), got {default}"
+            raise broken(reason, r"\bdefault_priority_level\b" if default else r"\bpriority_levels\b")
         has_instance_group = bool(message.instance_group)
         _normalise(message)
         return cls(message, where, has_instance_group)
@@ -255,6 +260,35 @@ class ModelConfig:
     def instance_count(self) -> int:
         """How many requests may run at once: all instance groups together."""
         return sum(_size(group) for group in self.message.instance_group)
+
+    @property
+    def batching(self) -> Batching | None:
+        """How requests are joined to batches; None if each runs by itself."""
+        if self.max_batch_size < 1 or not self.message.HasField("dynamic_batching"):
+            return None
+        return Batching.of_message(self.message.dynamic_batching)
+
+    @property
+    def queueing(self) -> Queueing:
+        """Who waits in front of whom, for how long, and how many may."""
+        has_queues = self.message.HasField("dynamic_batching")
+        return Queueing.of_message(self.message.dynamic_batching) if has_queues else Queueing()
+
+    def with_scheduling(self, queueing: Queueing | None, batching: Batching | None) -> ModelConfig:
+        """The same with what a native model's code says of its queue; what the file says goes before it."""
+        if (queueing is None and batching is None) or self.message.HasField("dynamic_batching"):
+            return self
+        message = new_config()
+        message.CopyFrom(self.message)
+        (batching or Batching()).write(message.dynamic_batching)
+        (queueing or Queueing()).write(message.dynamic_batching)
+        _normalise(message)
+        return attrs.evolve(self, message=message)
+
+    @property
+    def ragged_inputs(self) -> frozenset[str]:
+        """Inputs whose shapes may differ within a batch."""
+        return frozenset(tensor.name for tensor in self.message.input if tensor.allow_ragged_batch)
 
     @property
     def version_policy(self) -> VersionPolicy:

@@ -95,6 +95,8 @@ class InferRequest:
         requested_outputs: names of the outputs that the client wants; empty means all.
         timeout: microseconds that it may wait for an instance; 0 for any time.
         is_cancelled: true as soon as the request's work is not wanted any more; safe in any thread, and cheap.
+        parts: of a batch that a native model gets as one request: those that it was joined from, in the order of their
+            rows; empty for a request by itself.
     """
 
     model_name: str
@@ -105,6 +107,7 @@ class InferRequest:
     requested_outputs: tuple[str, ...] = ()
     timeout: int = attrs.field(default=0, kw_only=True)
     is_cancelled: Callable[[], bool] = attrs.field(default=_never_cancelled, kw_only=True)
+    parts: tuple[InferRequest, ...] = attrs.field(default=(), kw_only=True)
 
 
 @attrs.frozen(eq=False)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
-from typing import Final, Literal
-
-import trio
+from collections.abc import Hashable
+from typing import Literal
 
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.lifecycle import CancelReason, Life, Phase, Timing
 from trio_infer.models.host import Host
-from trio_infer.models.runner import Runner
+from trio_infer.models.runner import Batches, Runner
 from trio_infer.models.warmup import warm_up
 from trio_infer.observe.model_statistics import MOST_RESPONSES
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import InferRequest, InferResponse, Send, Signature
-from trio_infer.scheduling.ticket import InstanceQueue, QueueStatistics
+from trio_infer.scheduling.order import Order
+from trio_infer.scheduling.ticket import InstanceQueue, QueueStatistics, Ticket
 
 __all__ = ["ServedModel"]
-
-FOR_EVER: Final = 2**63
-"""Microseconds; a float takes no integer of any size."""
 
 
 class ServedModel:
@@ -38,7 +34,7 @@ class ServedModel:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._queue = InstanceQueue(runner.instances)
+        self._configure()
         self._lives: set[Life] = set()
         self._begun = False
         self.ready: bool = False
@@ -73,7 +69,22 @@ class ServedModel:
         self._begun = True
         await self._runner.load(host)
         await warm_up(self._runner)
-        self._queue = InstanceQueue(self._runner.instances)
+        self._configure()
+
+    def _configure(self) -> None:
+        """Queue requests as the configuration says now; loading may complete it."""
+        runner, config = self._runner, self._runner.config
+        batching = config.batching
+        self._queue = InstanceQueue(
+            runner.instances,
+            queueing=config.queueing,
+            batching=batching,
+            max_batch_size=config.max_batch_size,
+            start=runner.begin_batch if isinstance(runner, Batches) and runner.joins else None,
+        )
+        self._ragged = config.ragged_inputs
+        in_order = batching is not None and batching.preserve_ordering and not self.signature.decoupled
+        self._order = Order() if in_order else None
 
     async def is_ready(self) -> bool:
         """Whether it takes requests, and its model says so, too, if it has a say.
@@ -90,7 +101,8 @@ class ServedModel:
             send: takes each response in turn.
 
         Raises:
-            InferError: the model is not ready, or says so itself; or the request's own timeout expired in the queue.
+            InferError: the model is not ready, or says so itself; or the queue was full, or the request has waited
+                there for too long.
             Exception: the model failed.
 
         Cancellation: leaves the queue at once; a run stops as its runner promises.
@@ -103,23 +115,40 @@ class ServedModel:
             raise InferError(f"Request for model '{self.signature.name}' which is not ready", ErrorCode.UNAVAILABLE)
         if self.signature.max_batch_size > 0 and request.inputs:
             life.rows = next(iter(request.inputs.values())).shape[0]
-        ticket = self._queue.draw(life)
+        ticket = self._queue.draw(
+            life,
+            request,
+            rows=life.rows,
+            shapes=self._shapes(request) if self._queue.joins else None,
+            priority=request.parameters.get("priority", 0),
+            timeout=request.timeout,
+        )
         self._lives.add(life)
+        if self._order is not None:
+            self._order.enter(ticket)
+            send = _in_order(self._order, ticket, send)
         try:
             if ticket.instance is None:
                 life.advance(Phase.QUEUED)
-                with trio.move_on_after(_seconds(request.timeout)):
-                    await self._queue.wait_turn(ticket)
-            instance = ticket.instance  # one that was granted in the tick in which the time was over is kept
-            if instance is None:
-                raise InferError("Request timeout expired", ErrorCode.UNAVAILABLE)
+                await self._queue.wait_turn(ticket)
+            assert ticket.instance is not None
             life.advance(Phase.RUNNING)
             if self.signature.decoupled:
-                send = _noting(instance.timing, send)
-            await self._runner.run(instance, request, send)
+                send = _noting(ticket.instance.timing, send)
+            if ticket.attend is not None:
+                await ticket.attend(send)
+            else:
+                await self._runner.run(ticket.instance, request, send)
         finally:
             self._lives.discard(life)
             self._queue.give_up(ticket)
+            if self._order is not None:
+                self._order.leave(ticket)
+
+    def _shapes(self, request: InferRequest) -> Hashable:
+        """What must be alike in two requests that are to be joined."""
+        ragged = self._ragged
+        return tuple((name, None if name in ragged else array.shape[1:]) for name, array in request.inputs.items())
 
     def stop(self, reason: CancelReason) -> None:
         """Cancel all that waits or runs."""
@@ -167,5 +196,11 @@ def _noting(timing: Timing, send: Send) -> Send:
     return noting
 
 
-def _seconds(timeout: int) -> float:
-    return min(timeout, FOR_EVER) / 1e6 if timeout > 0 else math.inf
+def _in_order(order: Order, ticket: Ticket, send: Send) -> Send:
+    """A `send` that waits for those who came before."""
+
+    async def in_order(response: InferResponse) -> None:
+        await order.wait_first(ticket)
+        await send(response)
+
+    return in_order

@@ -143,10 +143,16 @@ class Exchange:
         await self._deliver(self._connection.end_stream)
         self.life.end(failed=failed, undelivered=self._undelivered)
 
-    async def fail(self, status: int, message: str) -> None:
-        """Tell the client of an error, in whatever way it can still be told."""
+    async def fail(self, status: int, message: str, retry_after: int | None = None) -> None:
+        """Tell the client of an error, in whatever way it can still be told.
+
+        Args:
+            retry_after: seconds after which it may try again; None if nothing is known of that.
+        """
         if not self.streaming:
             headers = [JSON, ("accept-encoding", "gzip, deflate")] if status == 501 else [JSON]
+            if retry_after is not None:
+                headers.append(("retry-after", str(retry_after)))
             await self.respond(status, headers, [error_json(message)], failed=True)
         elif self._last_words is not None:
             last_words, self._last_words = self._last_words, None

@@ -165,8 +165,9 @@ class Conversation:
         life, exchange = self.life, self._exchange
         assert life is not None
         told = _first(error)
+        retry_after = None
         if isinstance(told, InferError):
-            message, status = told.message, told.status
+            message, status, retry_after = told.message, told.status, told.retry_after
             if isinstance(told, BadJSONError):
                 status = self.settings.bad_json_status
             elif told.code is ErrorCode.INTERNAL and not life.cancelled:
@@ -182,7 +183,7 @@ class Conversation:
         elif life.outcome is not None:
             self.connection.last = True  # it was told
         elif exchange is not None:
-            await exchange.fail(status, message)
+            await exchange.fail(status, message, retry_after)
         else:
             life.advance(Phase.SENDING)
             life.status = status

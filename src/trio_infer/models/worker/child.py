@@ -79,6 +79,7 @@ class _Worker:
         self._loaded: Loaded
         self._executor: Executor
         self._decoupled = False
+        self._batch: list[tuple[RemoteJob, InferRequest]] = []  # taken, and not executed yet
 
     def serve(self) -> None:
         root = logging.getLogger()
@@ -87,7 +88,8 @@ class _Worker:
         do: dict[Kind, Callable[[Message], None]] = {
             Kind.IMPORT: self._import,
             Kind.INITIALIZE: self._initialize,
-            Kind.RUN: self._execute,
+            Kind.RUN: self._take,
+            Kind.EXECUTE: lambda _: self._execute(),
         }
         _each(self._run, lambda message: message.kind is Kind.FINALIZE or do[message.kind](message))
         # Only FINALIZE ends the above.
@@ -146,8 +148,7 @@ class _Worker:
         trace = traced(error.__cause__) if error.__cause__ is not None else None
         self._up.send(Kind.FAULT, {"reason": error.reason, "where": where, "line": error.line, "trace": trace})
 
-    def _execute(self, message: Message) -> None:
-        # Nothing here may hold on to the job or the request after it: that they are gone says that the work is over.
+    def _take(self, message: Message) -> None:
         fields = message.fields
         if fields["freed"]:
             self._up.free(fields["freed"])
@@ -161,22 +162,25 @@ class _Worker:
             tuple(fields["outputs"]),
             is_cancelled=job.is_cancelled,
         )
-        response = None
-        try:
-            response = self._executor.execute(self._loaded, job, request)
-        except InferError as error:
-            if not job.detached:
-                job.tell_finished(expect_more=False, error=error)
-            # Frames that would keep the request and its senders until the next garbage collection.
-            error.__traceback__ = None
-            if error.__cause__ is not None:
-                error.__cause__.__traceback__ = None
-            return
-        if not job.detached:
-            try:
-                job.tell_finished(expect_more=job.started and response is None, response=response)
-            except (MemoryError, InferError) as fault:
-                job.tell_finished(expect_more=False, error=InferError(str(fault), status=500))
+        self._batch.append((job, request))
+        if fields["last"]:
+            del job, request
+            self._execute()
+
+    def _execute(self) -> None:
+        # Nothing here may hold on to a job or a request after it: that they are gone says that the work is over.
+        batch, self._batch = self._batch, []
+        for (job, _), result in zip(batch, self._executor.execute_batch(self._loaded, batch), strict=True):
+            if isinstance(result, InferError):
+                if not job.detached:
+                    job.tell_finished(expect_more=False, error=result)
+                if result.__cause__ is not None:  # frames that would keep the request until the next garbage collection
+                    result.__cause__.__traceback__ = None
+            elif not job.detached:
+                try:
+                    job.tell_finished(expect_more=job.started and result is None, response=result)
+                except (MemoryError, InferError) as fault:
+                    job.tell_finished(expect_more=False, error=InferError(str(fault), status=500))
 
     # ---- in the control thread
 

@@ -59,7 +59,8 @@ class Kind(enum.IntEnum):
     IMPORT = 1
     INITIALIZE = 2
     RUN = 3
-    FINALIZE = 4
+    EXECUTE = 4
+    FINALIZE = 5
     # on the control socket, to its thread
     LEFT = 10
     CREDIT = 11

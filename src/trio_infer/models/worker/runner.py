@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import trio
 
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.models.host import Host
-from trio_infer.models.runner import Instance
+from trio_infer.models.runner import Attend, Instance
 from trio_infer.models.triton_execute import READY_WITHIN
 from trio_infer.models.triton_loading import initialize_arguments
 from trio_infer.models.triton_runner import TritonRunner
-from trio_infer.models.triton_work import Work, only_response
+from trio_infer.models.triton_work import Work, attend
 from trio_infer.models.worker.slot import REAPING, Plan, Slot
+from trio_infer.models.worker.works import RemoteWork
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import InferRequest, Send
 
@@ -25,6 +28,54 @@ FINALIZING: Final = 10.0
 """Seconds that a model's `finalize` has, with the end of its process; a server that goes down allows 5."""
 
 log: logging.Logger = logging.getLogger("trio_infer.models")
+
+
+async def _attend(work: RemoteWork | InferError, send: Send) -> None:
+    if isinstance(work, InferError):
+        raise work
+    await attend(work, send)
+
+
+Batch = Sequence[tuple[Instance, InferRequest]]
+Begun = Sequence[RemoteWork | InferError]
+
+
+class _Late:
+    """A batch whose instance has lost its process: it begins when there is one again, with those who still wait."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._waiting = dict(enumerate(batch))
+        self._begun: dict[int, RemoteWork | InferError] = {}
+        self._ready = trio.Event()
+
+    def attends(self, wait: Callable[[int], Awaitable[Slot]], begin: Callable[[Slot, Batch], Begun]) -> list[Attend]:
+        index = self._waiting[0][0].index
+        trio.lowlevel.spawn_system_task(self._begin, index, wait, begin, name="<batch that waits for its process>")
+        return [partial(self._attend, number) for number in self._waiting]
+
+    async def _begin(
+        self, index: int, wait: Callable[[int], Awaitable[Slot]], begin: Callable[[Slot, Batch], Begun]
+    ) -> None:
+        try:
+            slot = await wait(index)
+            if self._waiting:
+                self._begun = dict(zip(self._waiting, begin(slot, list(self._waiting.values())), strict=True))
+        except InferError as error:  # it is being unloaded
+            self._begun = {number: InferError(error.message, error.code) for number in self._waiting}
+        finally:
+            self._ready.set()
+
+    async def _attend(self, number: int, send: Send) -> None:
+        try:
+            await self._ready.wait()
+        except trio.Cancelled:
+            del self._waiting[number]
+            if number in self._begun:  # in the tick in which it began
+                begun = self._begun[number]
+                if isinstance(begun, RemoteWork):
+                    begun.leave()
+            raise
+        await _attend(self._begun[number], send)
 
 
 class ProcessRunner(TritonRunner):
@@ -172,22 +223,24 @@ class ProcessRunner(TritonRunner):
         if it goes on for longer than `cancel_grace_ms`, its process is killed.
         """
         slot = await self._slot(instance.index)
-        work = slot.begin(instance, request)
-        self._works.add(work)
-        try:
-            if self.signature.decoupled:
-                while (response := await work.next()) is not None:
-                    await send(response)
-                await work.returned.wait()
-            else:
-                await work.returned.wait()
-                if work.error is not None:
-                    raise work.error
-                response = work.response if work.response is not None else await only_response(work)
-                work.leave()
-                await send(response)
-        finally:
-            work.leave()
+        (work,) = self._begin(slot, [(instance, request)])
+        await _attend(work, send)
+
+    def begin_batch(self, batch: Sequence[tuple[Instance, InferRequest]]) -> Sequence[Attend]:
+        """Have `execute` called with all of them, as soon as an instance has a process that lives."""
+        slot = self._free_slot(batch[0][0].index)
+        if slot is not None:
+            return [partial(_attend, work) for work in self._begin(slot, batch)]
+        return _Late(batch).attends(self._slot, self._begin)
+
+    def _begin(self, slot: Slot, batch: Sequence[tuple[Instance, InferRequest]]) -> Sequence[RemoteWork | InferError]:
+        begun = slot.begin(batch)
+        self._works.update(work for work in begun if isinstance(work, RemoteWork))
+        return begun
+
+    def _free_slot(self, index: int) -> Slot | None:
+        # The instance's own; while that one has died, any that is free.
+        return next((slot for slot in (self._slots[index], *self._slots) if slot.free), None)
 
     async def _slot(self, index: int) -> Slot:
         while True:
@@ -196,10 +249,9 @@ class ProcessRunner(TritonRunner):
                     f"Request for model '{self.config.name}' which is not ready: it is being unloaded",
                     ErrorCode.UNAVAILABLE,
                 )
-            # The instance's own; while that one has died, any that is free.
-            for slot in (self._slots[index], *self._slots):
-                if slot.free:
-                    return slot
+            slot = self._free_slot(index)
+            if slot is not None:
+                return slot
             await self._changed.park()
 
     def _tell(self) -> None:

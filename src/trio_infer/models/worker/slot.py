@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,7 +93,8 @@ class Slot:
         self._worker: Worker | None = None
         self._calls: Calls | None = None
         self._waits_for_settings = False
-        self._ready = self._asks_ready = self._busy = self._finalized = self._finishing = False
+        self._ready = self._asks_ready = self._finalized = self._finishing = False
+        self._occupied = 0  # by so many requests whose `execute` hasn't returned
         self._fault: ModelLoadError | None = None
         self._killed_why = ""
         self._finished = 0
@@ -112,7 +113,7 @@ class Slot:
     @property
     def free(self) -> bool:
         """Whether a request can begin."""
-        return self._ready and not self._busy and not self._finishing
+        return self._ready and not self._occupied and not self._finishing
 
     def start(self) -> None:
         """Start its first process."""
@@ -146,12 +147,27 @@ class Slot:
         """
         await self._loaded.wait()
 
-    def begin(self, instance: Instance, request: InferRequest) -> RemoteWork:
-        """Send a request to the model; call it only while `free`.
+    def begin(self, batch: Sequence[tuple[Instance, InferRequest]]) -> list[RemoteWork | InferError]:
+        """Send one request to the model, or several that `execute` is called with at once; only while `free`.
 
-        Raises:
-            InferError: there is no room for it.
+        Returns:
+            for each its work, or why there is no room for it.
         """
+        begun: list[RemoteWork | InferError] = []
+        for instance, request in batch:
+            try:
+                begun.append(self._begin(instance, request, last=len(batch) == 1))
+            except InferError as error:
+                begun.append(error)
+        works = [work for work in begun if isinstance(work, RemoteWork)]
+        if len(batch) > 1 and works and self._worker is not None:
+            self._worker.run(Kind.EXECUTE, {})
+        for work in works:
+            work.fellows = works
+        self._occupied = len(works)
+        return begun
+
+    def _begin(self, instance: Instance, request: InferRequest, *, last: bool) -> RemoteWork:
         worker = self._worker
         assert worker is not None
         if self._next_cell >= CELLS and not self._cells:
@@ -173,6 +189,7 @@ class Slot:
             "version": request.model_version,
             "parameters": dict(request.parameters),
             "outputs": list(request.requested_outputs),
+            "last": last,
         }
         work = RemoteWork(
             self.name,
@@ -192,7 +209,6 @@ class Slot:
         except MemoryError as error:
             work.leave()
             raise InferError(str(error), ErrorCode.UNAVAILABLE) from None
-        self._busy = True
         work.start()
         return work
 
@@ -279,7 +295,8 @@ class Slot:
                 self._calls.close()
                 nursery.cancel_scope.cancel()
         finally:
-            self._ready = self._busy = self._waits_for_settings = False
+            self._ready = self._waits_for_settings = False
+            self._occupied = 0
             self._worker = self._calls = None  # and with them, at the latest, the memory goes
             if not by_itself:
                 worker.kill()
@@ -421,8 +438,9 @@ class Slot:
         """`execute` has returned: the process takes the next request."""
         if work.occupies:
             work.occupies = False
-            self._busy = False
-            self._plan.changed()
+            self._occupied -= 1
+            if not self._occupied:
+                self._plan.changed()
 
     def _over(self, work: Work) -> None:
         assert isinstance(work, RemoteWork)
@@ -433,7 +451,8 @@ class Slot:
         self._plan.on_over(work)
 
     def _enforce(self, work: RemoteWork) -> None:
-        if work.worker is self._worker and self._plan.grace() is not None:
+        alone = all(fellow.left for fellow in work.fellows)  # else it works for others, too
+        if alone and work.worker is self._worker and self._plan.grace() is not None:
             milliseconds = round(1000 * (self._plan.grace() or 0))
             self._killed_why = f"a cancelled request was still running after cancel_grace_ms {milliseconds}"
             work.worker.kill()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -27,8 +27,8 @@ class RemoteWork(Work):
         enforce: called if it has not.
 
     Attributes:
-        returned: `execute` has returned; `response` is what it gave, if it gave one.
         occupies: whether the process can't take another request because of this one.
+        fellows: all that `execute` is called with at once, this one among them.
     """
 
     def __init__(
@@ -49,18 +49,12 @@ class RemoteWork(Work):
         self.worker = worker
         self.number = number
         self.cell = cell
-        self.returned: trio.Event = trio.Event()
-        self.response: InferResponse | None = None
         self.occupies = True
+        self.fellows: Sequence[RemoteWork] = (self,)
         self._grace = grace
         self._enforce = enforce
         self._owed = 0
         self._died = False
-
-    @property
-    def left(self) -> bool:
-        """Whether the task needs nothing more."""
-        return self._left
 
     @property
     def executing(self) -> bool:
@@ -72,7 +66,7 @@ class RemoteWork(Work):
 
     def finish(self, *, expect_more: bool, error: InferError | None = None, ended: int = 0) -> None:
         super().finish(expect_more=expect_more, error=error, ended=ended)
-        self.returned.set()
+        self.give(self.response)
 
     def ran(self, began: int) -> None:
         """When `execute` was called, in `perf_counter_ns` (which processes share); 0 if it wasn't."""

@@ -1,0 +1,173 @@
+"""Batches of a native model: several requests joined to one along the first dimension, and its response split again.
+
+Joining copies each input once, to where its rows lie in the batch; splitting copies nothing, as each client's outputs
+are views of the model's. A batch runs in a task of its own, under a cancel scope of its own: the clients' tasks only
+wait for their part. One that leaves is passed over when the response is split, or already when the batch is joined if
+it leaves before that; the last one to leave cancels the scope, and the model gets `trio.Cancelled` as if it had run for
+one client.
+
+A request that makes the model raise shouldn't cost others their answers. Which one it was can't be told from the
+exception, so each is then run by itself, one after the other, in the same instance: those that raise again are told so,
+the others get their answers late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+import attrs
+import numpy as np
+import trio
+
+from trio_infer.errors import ErrorCode, InferError
+from trio_infer.models.runner import Attend, Instance
+from trio_infer.protocol.values import InferRequest, InferResponse, Send
+
+__all__ = ["begin_joined", "join", "split"]
+
+Infer = Callable[[InferRequest], Awaitable[InferResponse]]
+
+
+def join(requests: Sequence[InferRequest]) -> InferRequest:
+    """Several requests as one.
+
+    Args:
+        requests: of one model, with inputs of the same names, and shapes that differ only in the first dimension.
+
+    Returns:
+        their rows in one request, which has them as its `parts`. It asks for all that any of them asks for, and is
+        cancelled when they all are.
+    """
+    first = requests[0]
+    inputs = {name: np.concatenate([request.inputs[name] for request in requests]) for name in first.inputs}
+    wanted: tuple[str, ...] = ()
+    if all(request.requested_outputs for request in requests):
+        wanted = tuple(dict.fromkeys(name for request in requests for name in request.requested_outputs))
+    return InferRequest(
+        first.model_name,
+        first.model_version,
+        inputs,
+        requested_outputs=wanted,
+        is_cancelled=lambda: all(request.is_cancelled() for request in requests),
+        parts=tuple(requests),
+    )
+
+
+def split(response: InferResponse, rows: Sequence[int]) -> list[InferResponse]:
+    """The response to a joined request as one for each.
+
+    Args:
+        rows: how many each request had.
+
+    Raises:
+        InferError: INTERNAL: an output doesn't have as many rows as the inputs.
+    """
+    total = sum(rows)
+    for name, array in response.outputs.items():
+        shape = np.shape(array)
+        if not shape or shape[0] != total:
+            raise InferError(
+                f"output '{name}' of a batch must have {total} rows, as its inputs have, got shape {list(shape)}",
+                ErrorCode.INTERNAL,
+            )
+    ends = np.cumsum(rows).tolist()
+    return [
+        InferResponse({name: array[end - count : end] for name, array in response.outputs.items()}, response.parameters)
+        for count, end in zip(rows, ends, strict=True)
+    ]
+
+
+def begin_joined(infer: Infer, batch: Sequence[tuple[Instance, InferRequest]], name: str) -> Sequence[Attend]:
+    """Run requests as one; see `Batches.begin_batch`.
+
+    Args:
+        infer: the model, for one request.
+        name: the model's.
+    """
+    joined = _Joined(infer, [_Member(instance, request) for instance, request in batch])
+    for instance, _ in batch:
+        instance.begin()
+    trio.lowlevel.spawn_system_task(joined.run, name=f"<batch of {name}>")
+    return [partial(joined.attend, member) for member in joined.members]
+
+
+@attrs.define(eq=False)
+class _Member:
+    instance: Instance
+    request: InferRequest
+    left: bool = False
+    told: trio.Event = attrs.field(factory=trio.Event)
+    response: InferResponse | None = None
+    error: Exception | None = None
+
+    @property
+    def rows(self) -> int:
+        return int(next(iter(self.request.inputs.values())).shape[0])
+
+    def tell(self, result: InferResponse | Exception) -> None:
+        if isinstance(result, InferResponse):
+            self.response = result
+        else:
+            self.error = result
+        self.told.set()
+
+
+class _Joined:
+    def __init__(self, infer: Infer, members: Sequence[_Member]) -> None:
+        self.members = members
+        self._infer = infer
+        self._scope = trio.CancelScope()
+
+    async def attend(self, member: _Member, send: Send) -> None:
+        """In the request's task: wait for its part."""
+        try:
+            await member.told.wait()
+        finally:
+            member.left = True
+            if all(other.left for other in self.members):
+                self._scope.cancel(reason="all clients of the batch have left")
+        if member.error is not None:
+            raise member.error
+        assert member.response is not None
+        await send(member.response)
+
+    async def run(self) -> None:
+        """In a system task, which nothing but its cancellation may leave."""
+        gone = InferError("the batch was stopped", ErrorCode.UNAVAILABLE)
+        try:
+            with self._scope:
+                await self._run(self._there())
+        finally:
+            for member in self.members:
+                if not member.told.is_set():
+                    member.tell(gone)
+                member.instance.end()
+
+    def _there(self) -> list[_Member]:
+        return [member for member in self.members if not member.left]
+
+    async def _run(self, members: Sequence[_Member]) -> None:
+        began = time.perf_counter_ns()
+        for member in members:
+            member.instance.timing.infer_began = member.instance.timing.infer_began or began
+        results = await self._results(members)
+        ended = time.perf_counter_ns()
+        for member, result in zip(members, results, strict=True):
+            member.instance.timing.infer_ended = ended
+            if len(members) == 1 or isinstance(result, InferResponse):
+                member.tell(result)
+        if isinstance(results[0], Exception) and len(members) > 1:
+            for member in members:
+                if not member.left:
+                    await self._run([member])
+
+    async def _results(self, members: Sequence[_Member]) -> Sequence[InferResponse | Exception]:
+        try:
+            if len(members) == 1:
+                return [await self._infer(members[0].request)]
+            response = await self._infer(join([member.request for member in members]))
+            return split(response, [member.rows for member in members])
+        except Exception as error:
+            return [error for _ in members]
