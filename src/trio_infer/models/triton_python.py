@@ -31,6 +31,7 @@ import trio
 
 from trio_infer.errors import InferError, ModelLoadError
 from trio_infer.models.host import Host
+from trio_infer.models.joining import AT_ONCE
 from trio_infer.models.local_bridge import LocalBridge
 from trio_infer.models.runner import Attend, Instance
 from trio_infer.models.triton_execute import Executor, Loaded
@@ -190,6 +191,10 @@ class TritonPythonRunner(TritonRunner):
             results = await self._in_thread(self._executor.execute_batch, loaded, jobs)
             for (work, _), result in zip(jobs, results, strict=True):
                 work.give(result if isinstance(result, InferResponse) else None)
+            for number, (work, _) in enumerate(jobs):
+                if number % AT_ONCE == 0:
+                    await trio.lowlevel.checkpoint()
+                work.returned.set()
 
     async def _attend(self, work: Work, fellows: Sequence[Work], scope: trio.CancelScope, send: Send) -> None:
         try:

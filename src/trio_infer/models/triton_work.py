@@ -225,7 +225,7 @@ class Work:
     # ---- in the trio thread
 
     def give(self, response: InferResponse | None) -> None:
-        """`execute`, which was called for several requests, has returned: the instance is free before their tasks run.
+        """`execute` has returned: the instance is free, before the task has taken what it gave. See to `returned` then.
 
         Args:
             response: what it gave for this one, if it gave one.
@@ -233,7 +233,6 @@ class Work:
         with self._lock:
             self.response = response
             self._returned = True
-        self.returned.set()
         self._notice()
 
     async def next(self) -> InferResponse | None:

@@ -67,6 +67,7 @@ class RemoteWork(Work):
     def finish(self, *, expect_more: bool, error: InferError | None = None, ended: int = 0) -> None:
         super().finish(expect_more=expect_more, error=error, ended=ended)
         self.give(self.response)
+        self.returned.set()
 
     def ran(self, began: int) -> None:
         """When `execute` was called, in `perf_counter_ns` (which processes share); 0 if it wasn't."""
