@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trio
 
-from support import Echo, infer_echo, serving
+from support import Echo, Streamer, infer_echo, infer_ticks, serving
 from trio_infer import ModelLoadError, Server
 
 
@@ -90,3 +90,13 @@ async def test_of_several_errors_at_once_the_client_is_told_one_and_the_log_has_
     assert "boom-1" in caplog.text
     assert "boom-2" in caplog.text
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+
+
+async def test_a_decoupled_model_is_refused_with_the_endpoint_to_use() -> None:
+    async with serving(Streamer(), memory=True) as served:
+        answer = await served.connect_in_memory().ask(infer_ticks(1, model="streamer"))
+        assert answer.status == 501
+        assert answer.json["error"].startswith(
+            "HTTP end point doesn't support models with decoupled transaction policy"
+        )
+        assert "use its generate_stream" in answer.json["error"]

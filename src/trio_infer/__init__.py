@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trio_infer.limits import ControlPolicy, DisconnectPolicy, Keepalive, Limits
     from trio_infer.models.native import Model
     from trio_infer.models.repository import ModelRepository, find_models
+    from trio_infer.models.token_model import Active, Generation, Prompt, TokenModel
     from trio_infer.observe.metrics_policy import MetricsPolicy
     from trio_infer.observe.statistics import RequestStatistics
     from trio_infer.protocol.datatypes import Datatype
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from trio_infer.wire.primitive import DisconnectWatch, cancel_on_disconnect
 
 __all__ = [
+    "Active",
     "Address",
     "Batching",
     "CancelReason",
@@ -39,6 +41,7 @@ __all__ = [
     "DisconnectWatch",
     "ErrorCode",
     "Front",
+    "Generation",
     "InferError",
     "InferRequest",
     "InferResponse",
@@ -53,6 +56,7 @@ __all__ = [
     "ModelRepository",
     "Outcome",
     "Phase",
+    "Prompt",
     "QueuePolicy",
     "QueueStatistics",
     "Queueing",
@@ -62,6 +66,7 @@ __all__ = [
     "ServerStatistics",
     "SetupError",
     "TensorSpec",
+    "TokenModel",
     "UnknownModelError",
     "VertexAI",
     "__version__",
@@ -88,6 +93,10 @@ _HOMES = {
     "Keepalive": "trio_infer.limits",
     "Limits": "trio_infer.limits",
     "Model": "trio_infer.models.native",
+    "Active": "trio_infer.models.token_model",
+    "Generation": "trio_infer.models.token_model",
+    "Prompt": "trio_infer.models.token_model",
+    "TokenModel": "trio_infer.models.token_model",
     "ModelRepository": "trio_infer.models.repository",
     "find_models": "trio_infer.models.repository",
     "MetricsPolicy": "trio_infer.observe.metrics_policy",

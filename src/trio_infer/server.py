@@ -28,7 +28,8 @@ from trio_infer.api.v2 import V2
 from trio_infer.errors import ModelLoadError, SetupError
 from trio_infer.lifecycle import CancelReason, Life, LifeWatcher
 from trio_infer.limits import ControlPolicy, DisconnectPolicy, Keepalive, Limits
-from trio_infer.models.native import Model, NativeRunner
+from trio_infer.models.native import Model
+from trio_infer.models.native_loading import native_runner
 from trio_infer.models.runner import Runner
 from trio_infer.observe.access_log import AccessLog
 from trio_infer.observe.log_settings import LogSettings
@@ -402,7 +403,7 @@ class Server:
 
 def _runner(model: Model | Runner) -> Runner:
     if isinstance(model, Model):
-        return NativeRunner(model)
+        return native_runner(model)
     if isinstance(model, type) or not hasattr(model, "signature"):
         name = model.__name__ if isinstance(model, type) else type(model).__name__
         raise ModelLoadError(name, "models are objects of subclasses of trio_infer.Model, such as `MyModel()`")

@@ -380,13 +380,6 @@ def test_optional_inputs_may_be_left_out():
     )
 
 
-def test_a_decoupled_model_is_refused_with_the_endpoint_to_use():
-    error = refusal({"inputs": []}, attrs.evolve(ADD, decoupled=True))
-    assert error.message.startswith("HTTP end point doesn't support models with decoupled transaction policy")
-    assert "generate_stream" in error.message
-    assert error.status == 501
-
-
 def test_half_precision_output_as_json_is_refused_before_the_model_runs():
     document = {"inputs": [tensor(datatype="FP16", parameters={"binary_data_size": 2})]}
     text = "sending FP16 data via JSON is not supported. Please use the binary data format for output Y"

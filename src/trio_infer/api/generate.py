@@ -20,24 +20,29 @@ EVENT_STREAM: Final = [("content-type", "text/event-stream; charset=utf-8"), ("c
 
 
 async def answer_generate(exchange: Exchange, model: ServedModel, limits: Limits) -> None:
-    """One response as one JSON object; a second response stops the model, as there can be no answer any more."""
+    """One response as one JSON object.
+
+    A model may say what its responses are as one. If it doesn't, a second response stops it: there can be no answer any
+    more.
+    """
     body = await read_plain_body(exchange, limits)
     life = exchange.life
     with exchange.guard(model.on_disconnect):
         decode = partial(decode_generate, limits=limits, is_cancelled=lambda: life.cancelled)
         request = await off_the_loop(len(body), decode, body, model.signature)
         life.request_id = request.id
-        answer: list[bytes] = []
+        responses: list[InferResponse] = []
 
         async def keep(response: InferResponse) -> None:
-            if answer:
+            if responses and not model.collects:
                 raise _not_one_response()
-            answer.append(encode_generate(response, request, model.signature))
+            responses.append(response)
 
         await model.infer(life, request, keep)
-        if not answer:
+        response = model.collect(responses)
+        if response is None:
             raise _not_one_response()
-        await exchange.respond(200, [JSON], answer)
+        await exchange.respond(200, [JSON], [encode_generate(response, request, model.signature)])
 
 
 def _not_one_response() -> InferError:

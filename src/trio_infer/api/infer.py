@@ -83,7 +83,7 @@ async def answer_infer(
     """Read an infer request, run it, and answer with its one response.
 
     Args:
-        model: of any kind; decoupled ones are refused.
+        model: of any kind; decoupled ones are refused, unless they say what all their responses are as one.
         limits: on the body.
         framing: of the dialect.
         compressed: the answer may be, if the client takes that.
@@ -94,7 +94,7 @@ async def answer_infer(
         InferError: the request is wrong, or the model says so.
     """
     signature, life = model.signature, exchange.life
-    if signature.decoupled:
+    if signature.decoupled and not model.collects:
         raise InferError(
             "HTTP end point doesn't support models with decoupled transaction policy: "
             f"'{signature.name}' gives any number of responses; use its generate_stream",
@@ -126,9 +126,10 @@ async def answer_infer(
             responses.append(response)
 
         await model.infer(life, request, keep)
-        if len(responses) != 1:
+        response = model.collect(responses)
+        if response is None:
             raise InferError(f"expected a single response, got {len(responses)}", ErrorCode.INTERNAL)
-        encoded = await off_the_loop(_work(responses[0], plan), encode_response, responses[0], request, plan, signature)
+        encoded = await off_the_loop(_work(response, plan), encode_response, response, request, plan, signature)
         headers, buffers = framing.headers(encoded), encoded.buffers
         encoding = choose_encoding(exchange.header(b"accept-encoding")) if compressed else None
         if encoding is not None:

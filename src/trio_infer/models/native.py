@@ -109,10 +109,7 @@ class NativeRunner:
         name = getattr(model, "name", "")
         if not name or not isinstance(name, str):
             raise ModelLoadError(type(model).__name__, "it has no `name`; set one on the class or the instance")
-        infer = model.infer
-        self._streams = inspect.isasyncgenfunction(infer)
-        if not self._streams and not inspect.iscoroutinefunction(infer):
-            raise ModelLoadError(name, f"`{type(model).__name__}.infer` must be `async def`")
+        self._streams = self.check_infer()
         for specs in (model.inputs, model.outputs):
             names = [spec.name for spec in specs]
             if len(set(names)) < len(names):
@@ -144,6 +141,18 @@ class NativeRunner:
             self.instances = 1
         self._reshapes = self.config.reshapes
 
+    def check_infer(self) -> bool:
+        """Whether the model gives any number of responses, and not just one.
+
+        Raises:
+            ModelLoadError: it can't be run.
+        """
+        infer = self.model.infer
+        streams = inspect.isasyncgenfunction(infer)
+        if not streams and not inspect.iscoroutinefunction(infer):
+            raise ModelLoadError(self.model.name, f"`{type(self.model).__name__}.infer` must be `async def`")
+        return streams
+
     @property
     def on_disconnect(self) -> Literal["cancel", "finish"] | None:
         return self.model.on_disconnect
@@ -160,11 +169,11 @@ class NativeRunner:
             if not self._streams:
                 response = await self._infer(request)
             else:
-                request = self._to_model(request)
+                request = self.to_model(request)
                 stream = cast("AsyncGenerator[ModelOutput, None]", self.model.infer(request))
                 async with aclosing(stream):
                     async for output in stream:
-                        await send(self._response(output))
+                        await send(self.response_of(output))
         finally:
             instance.end()
         if not self._streams:
@@ -175,9 +184,10 @@ class NativeRunner:
         return begin_joined(self._infer, batch, self.signature.name)
 
     async def _infer(self, request: InferRequest) -> InferResponse:
-        return self._response(await cast("Awaitable[ModelOutput]", self.model.infer(self._to_model(request))))
+        return self.response_of(await cast("Awaitable[ModelOutput]", self.model.infer(self.to_model(request))))
 
-    def _to_model(self, request: InferRequest) -> InferRequest:
+    def to_model(self, request: InferRequest) -> InferRequest:
+        """The request with inputs in the shapes that the model sees."""
         if not self._reshapes:
             return request
         return attrs.evolve(request, inputs=self._reshaped(request.inputs, to_model=True))
@@ -196,7 +206,12 @@ class NativeRunner:
         """Nothing to do: its runs end with their tasks."""
         return False
 
-    def _response(self, output: Any) -> InferResponse:
+    def response_of(self, output: Any) -> InferResponse:
+        """What the model gave, as a response with outputs in the shapes that clients see.
+
+        Raises:
+            InferError: INTERNAL: it is neither a response nor a mapping.
+        """
         response = InferResponse(output) if isinstance(output, Mapping) else output
         if isinstance(response, InferResponse):
             if not self._reshapes:

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trio_infer.errors import ModelLoadError
 from trio_infer.models.native import Model, NativeRunner
+from trio_infer.models.token_model import TokenModel
+from trio_infer.models.token_runner import TokenRunner
 from trio_infer.models.triton_imports import ModelCode
 from trio_infer.models.triton_loading import model_fault
 from trio_infer.protocol.model_config import ModelConfig
 
-__all__ = ["load_native"]
+__all__ = ["load_native", "native_runner"]
+
+
+def native_runner(model: Model, **options: Any) -> NativeRunner:
+    """The runner for a model of whatever kind.
+
+    Args:
+        options: see `NativeRunner`.
+
+    Raises:
+        ModelLoadError: it can't be run.
+    """
+    if isinstance(model, TokenModel):
+        return TokenRunner(model, **options)
+    return NativeRunner(model, **options)
 
 
 def load_native(
@@ -32,7 +49,7 @@ def load_native(
     try:
         model = _model(code, config)
         _configure(model, config, version, labels)
-        return NativeRunner(model, config=config, directory=directory, forget=code.forget)
+        return native_runner(model, config=config, directory=directory, forget=code.forget)
     except BaseException as error:
         code.forget()
         if isinstance(error, ModelLoadError):
@@ -70,7 +87,9 @@ def _configure(model: Model, config: ModelConfig, version: int, labels: Mapping[
         given |= {"inputs": config.inputs, "outputs": outputs, "max_batch_size": config.max_batch_size}
     elif config.max_batch_size:
         given["max_batch_size"] = config.max_batch_size
-    if config.has_instance_group:
+    if isinstance(model, TokenModel):
+        given |= config.token_loop
+    elif config.has_instance_group:
         given["instances"] = config.instance_count
     if config.on_disconnect is not None:
         given["on_disconnect"] = config.on_disconnect

@@ -17,9 +17,9 @@ import attrs
 from trio_infer.lifecycle import Life, Timing
 from trio_infer.models.host import Host
 from trio_infer.protocol.model_config import ModelConfig
-from trio_infer.protocol.values import InferRequest, Send, Signature
+from trio_infer.protocol.values import InferRequest, InferResponse, Send, Signature
 
-__all__ = ["Attend", "Batches", "Instance", "Runner", "Stops"]
+__all__ = ["Attend", "Batches", "Collects", "Instance", "Runner", "Stops"]
 
 Stops: TypeAlias = Literal["checkpoint", "callback", "never"]
 """Where a cancelled run ends: at trio's next checkpoint; when the model next asks `is_cancelled()`; at its own end."""
@@ -159,4 +159,16 @@ class Batches(Protocol):
         Returns:
             for each request what its task awaits, once. Its cancellation leaves the batch: the others go on, and the
             last one to leave stops it, as `stops` says.
+        """
+
+
+@runtime_checkable
+class Collects(Protocol):
+    """A runner of a model with any number of responses that can make one of them all."""
+
+    def collect(self, responses: Sequence[InferResponse]) -> InferResponse:
+        """All responses to a request, in their order, as one.
+
+        Raises:
+            InferError: INTERNAL: the model makes of them what it must not.
         """

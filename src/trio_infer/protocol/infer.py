@@ -126,14 +126,8 @@ def decode_request(
 
     Raises:
         BadJSONError: no JSON, a field missing, or of the wrong JSON type.
-        InferError: anything else that is wrong with it; UNSUPPORTED for what this server doesn't do.
+        InferError: anything else that is wrong with it.
     """
-    if signature.decoupled:
-        raise InferError(
-            "HTTP end point doesn't support models with decoupled transaction policy "
-            f"(use /v2/models/{signature.name}/generate_stream)",
-            ErrorCode.UNSUPPORTED,
-        )
     view = memoryview(body).toreadonly().cast("B")
     if header_length == 0 or not view.nbytes:
         request = InferRequest(signature.name, signature.version, read_raw_input(view, signature, limits))

@@ -34,6 +34,8 @@ _OWN_PARAMETERS: Final = {
     "cancel_tasks": ("true|false", "'true' or 'false'"),
     "execution": ("process|thread", "'process' or 'thread'"),
     "cancel_grace_ms": ("[0-9]{1,9}", "a whole number of milliseconds"),
+    "max_slots": ("[1-9][0-9]{0,4}", "a whole number from 1 to 99999"),
+    "prefill_budget": ("[1-9][0-9]{0,8}", "a whole number of tokens, 1 or more"),
 }
 """The keys of `parameters` that the server itself reads: what they may be, as a pattern and in words."""
 
@@ -221,6 +223,13 @@ class ModelConfig:
     def cancel_tasks(self) -> bool:
         """Our own parameter: whether the coroutine of an `async def execute` is cancelled when its client leaves."""
         return self.parameters.get("cancel_tasks") == "true"
+
+    @property
+    def token_loop(self) -> dict[str, int]:
+        """Our own parameters of token models: `max_slots` (or as many as there are instances), `prefill_budget`."""
+        given = {"max_slots": self.instance_count} if self.has_instance_group else {}
+        wanted = self.parameters
+        return given | {key: int(wanted[key]) for key in ("max_slots", "prefill_budget") if key in wanted}
 
     @property
     def execution(self) -> Literal["process", "thread"] | None:

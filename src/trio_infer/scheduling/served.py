@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.lifecycle import CancelReason, Life, Phase, Timing
 from trio_infer.models.host import Host
-from trio_infer.models.runner import Batches, Runner
+from trio_infer.models.runner import Batches, Collects, Runner
 from trio_infer.models.warmup import warm_up
 from trio_infer.observe.model_statistics import MOST_RESPONSES
 from trio_infer.protocol.model_config import ModelConfig
@@ -149,6 +149,21 @@ class ServedModel:
         """What must be alike in two requests that are to be joined."""
         ragged = self._ragged
         return tuple((name, None if name in ragged else array.shape[1:]) for name, array in request.inputs.items())
+
+    @property
+    def collects(self) -> bool:
+        """Whether all responses of one request can be made one, for a client that wants just one."""
+        return isinstance(self._runner, Collects)
+
+    def collect(self, responses: Sequence[InferResponse]) -> InferResponse | None:
+        """The response for a client that wants just one; None if there isn't one.
+
+        Raises:
+            InferError: the model makes of them what it must not.
+        """
+        if isinstance(self._runner, Collects):
+            return self._runner.collect(responses)
+        return responses[0] if len(responses) == 1 else None
 
     def stop(self, reason: CancelReason) -> None:
         """Cancel all that waits or runs."""
