@@ -210,11 +210,11 @@ def test_files_that_can_not_be_read_are_told(models: ModelRepository, monkeypatc
         ),
         (
             lambda m: (shutil.rmtree(m / "1"), (m / "config.pbtxt").write_text('platform: "ensemble"')),
-            "platform 'ensemble' is not supported yet",
+            "it has no version directory",
         ),
         (
             lambda m: (m / "config.pbtxt").write_text("ensemble_scheduling { }"),
-            "`ensemble_scheduling` is not supported yet",
+            "must specify 'step' in its `ensemble_scheduling`: there is none",
         ),
     ],
 )

@@ -66,7 +66,7 @@ def test_versions_are_served_by_the_policy(repository: Repository, policy: str, 
         ({"m/x.txt": ""}, "it has no version directory"),
         ({"m/1/x.txt": ""}, "it has no `backend`, and no model.py to tell it by"),
         ({"m/1/x": "", "m/config.pbtxt": 'backend: "onnxruntime"'}, "backend 'onnxruntime' is not supported; 'python'"),
-        ({"m/1/x": "", "m/config.pbtxt": 'platform: "ensemble"'}, "platform 'ensemble' is not supported"),
+        ({"m/1/x": "", "m/config.pbtxt": 'platform: "ensemble"'}, "must specify 'step' in its"),
         (
             {"m/1/x": "", "m/config.pbtxt": CONFIG + "version_policy { specific { versions: [ 3 ] } }"},
             "`version_policy` asks for version 3, but there is 1",

@@ -84,8 +84,8 @@ def _in_tritons_words(name: str) -> Iterator[None]:
 async def unload(app: V2, exchange: Exchange, route: Route) -> None:
     """Serve a model no more; answered when its requests have ended and it is cleaned up."""
     parameters = optional(await _document(app, exchange), "parameters", dict, {})
-    optional(parameters, "unload_dependents", bool, False)  # there are no ensembles that could depend on it
-    await app.control.unload(route.model)
+    dependents = bool(optional(parameters, "unload_dependents", bool, False))
+    await app.control.unload(route.model, dependents=dependents)
     await exchange.respond(200, [JSON])
 
 

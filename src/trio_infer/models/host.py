@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.lifecycle import Life
-from trio_infer.protocol.values import InferRequest, Send
+from trio_infer.protocol.values import InferRequest, Send, Signature
 
 __all__ = ["Host", "MetricKind", "NoHost"]
 
@@ -53,6 +53,9 @@ class Host(Protocol):
 
     def is_model_ready(self, name: str, version: str) -> bool:
         """Whether a model answers; `version` may be "" for any."""
+
+    def signature(self, name: str, version: str) -> Signature | None:
+        """What a model takes and gives; `version` may be "" for the newest. None if it isn't served."""
 
     def register_metric(self, name: str, description: str, kind: MetricKind) -> None:
         """Declare a family of metrics of a model's own; again is harmless if it says the same.
@@ -96,6 +99,9 @@ class NoHost:
 
     def is_model_ready(self, name: str, version: str) -> bool:
         return False
+
+    def signature(self, name: str, version: str) -> Signature | None:
+        return None
 
     def register_metric(self, name: str, description: str, kind: MetricKind) -> None:
         raise _nobody(f"metric '{name}' can't be kept")

@@ -20,6 +20,7 @@ from typing import Final, Literal
 import attrs
 
 from trio_infer.errors import ModelLoadError, SetupError, UnknownModelError
+from trio_infer.models.ensemble import EnsembleRunner
 from trio_infer.models.model_files import fingerprint, read_labels
 from trio_infer.models.native import NativeRunner
 from trio_infer.models.native_loading import load_native
@@ -154,14 +155,12 @@ def _load_model(
     if Path(filename).name != filename or not filename.endswith(".py"):
         reason = f"default_model_filename must be the name of a .py file in the version directory, got '{filename}'"
         raise ModelLoadError(name, reason, where=file)
-    if read.is_ensemble:
-        what = f"platform '{read.platform}'" if read.platform else "`ensemble_scheduling`"
-        reason = f"{what} is not supported yet: ensembles are not served; a Python model can ask others in its code"
-        raise ModelLoadError(name, reason, where=read.where)
     versions = _versions(read, directory)
-    read = read.with_backend(_backend(read, directory, versions, filename))
     labels = {output: read_labels(name, directory, path) for output, path in read.label_files.items()}
-    read = read.renamed(served_as)
+    if read.is_ensemble:
+        read = read.renamed(served_as)
+        return [EnsembleRunner(read, version=version, directory=directory, labels=labels) for version in versions]
+    read = read.with_backend(_backend(read, directory, versions, filename)).renamed(served_as)
     if read.has_sequences:
         log.warning(
             "model '%s' has `sequence_batching`, which isn't there yet: requests of a sequence run one by one, on any "
@@ -236,7 +235,11 @@ def _backend(config: ModelConfig, directory: Path, versions: Sequence[int], file
             return "python"
         raise ModelLoadError(config.name, f"it has no `backend`, and no {filename} to tell it by", where=directory)
     kind = f"platform '{config.platform}'" if config.platform else f"backend '{config.backend}'"
-    raise ModelLoadError(config.name, f"{kind} is not supported; 'python' and 'trio_infer' are", where=config.where)
+    raise ModelLoadError(
+        config.name,
+        f"{kind} is not supported; 'python' and 'trio_infer' are, and platform 'ensemble'",
+        where=config.where,
+    )
 
 
 @attrs.frozen

@@ -26,7 +26,7 @@ from trio_infer.protocol.datatypes import Datatype
 from trio_infer.protocol.queueing import Batching, Queueing
 from trio_infer.protocol.values import Signature, TensorSpec
 
-__all__ = ["ModelConfig", "VersionPolicy"]
+__all__ = ["EnsembleStep", "ModelConfig", "VersionPolicy"]
 
 _BY_CONFIG_NAME: Final = {datatype.config_name: datatype for datatype in Datatype}
 _OWN_PARAMETERS: Final = {
@@ -62,6 +62,21 @@ class VersionPolicy:
         if self.specific:
             return tuple(version for version in versions if version in self.specific)
         return tuple(versions[-self.latest :])
+
+
+@attrs.frozen
+class EnsembleStep:
+    """One step of an ensemble.
+
+    Args:
+        model, version: who is asked; less than 1 for the newest version.
+        inputs, outputs: the ensemble's tensors, by the names that they have with the model.
+    """
+
+    model: str
+    version: int
+    inputs: dict[str, str]
+    outputs: dict[str, str]
 
 
 @attrs.frozen(eq=False)
@@ -167,17 +182,13 @@ class ModelConfig:
             raise broken("`version_policy` must keep at least 1 of the `latest`", r"\blatest\b")
         if policy.HasField("specific") and not all(version > 0 for version in [*policy.specific.versions] or [0]):
             raise broken("`version_policy` must list `specific` versions, each 1 or more", r"\bspecific\b")
-        for size in message.dynamic_batching.preferred_batch_size if message.HasField("dynamic_batching") else ():
-            if not 0 < size <= message.max_batch_size:
-                reason = (
-                    f"`preferred_batch_size` must be from 1 to `max_batch_size` ({message.max_batch_size}), got {size}"
-                )
-                raise broken(reason, r"\bpreferred_batch_size\b")
-        levels, default = message.dynamic_batching.priority_levels, message.dynamic_batching.default_priority_level
-        if levels and not 0 < default <= levels:
-            reason = f"`default_priority_level` must be from 1 to `priority_levels` ({levels}), got {default}"
-            raise broken(reason, r"\bdefault_priority_level\b" if default else r"\bpriority_levels\b")
+        fault = _fault_of_batching(message)
+        if fault is not None:
+            raise broken(*fault)
         has_instance_group = bool(message.instance_group)
+        ensemble = message.platform == "ensemble" or message.HasField("ensemble_scheduling")
+        if ensemble and has_instance_group:
+            raise broken(f"instance group should not be specified for ensemble '{name}'", r"\binstance_group\b")
         _normalise(message)
         return cls(message, where, has_instance_group)
 
@@ -196,6 +207,21 @@ class ModelConfig:
     @property
     def is_ensemble(self) -> bool:
         return self.platform == "ensemble" or bool(self.message.HasField("ensemble_scheduling"))
+
+    @property
+    def ensemble_steps(self) -> tuple[EnsembleStep, ...]:
+        """The steps of an ensemble, in the order of the configuration."""
+        return tuple(
+            EnsembleStep(step.model_name, step.model_version, dict(step.input_map), dict(step.output_map))
+            for step in self.message.ensemble_scheduling.step
+        )
+
+    def with_decoupled(self, decoupled: bool) -> ModelConfig:
+        """The same for a model that has any number of responses, or just one."""
+        message = new_config()
+        message.CopyFrom(self.message)
+        message.model_transaction_policy.decoupled = decoupled
+        return attrs.evolve(self, message=message)
 
     @property
     def max_batch_size(self) -> int:
@@ -427,6 +453,22 @@ class ModelConfig:
         return orjson.dumps(self.as_json()).decode()
 
 
+def _fault_of_batching(message: Any) -> tuple[str, str] | None:
+    """What is wrong with `dynamic_batching`, and a pattern that finds it in the text."""
+    if not message.HasField("dynamic_batching"):
+        return None
+    batching, most = message.dynamic_batching, message.max_batch_size
+    for size in batching.preferred_batch_size:
+        if not 0 < size <= most:
+            reason = f"`preferred_batch_size` must be from 1 to `max_batch_size` ({most}), got {size}"
+            return reason, r"\bpreferred_batch_size\b"
+    levels, default = batching.priority_levels, batching.default_priority_level
+    if levels and not 0 < default <= levels:
+        reason = f"`default_priority_level` must be from 1 to `priority_levels` ({levels}), got {default}"
+        return reason, r"\bdefault_priority_level\b" if default else r"\bpriority_levels\b"
+    return None
+
+
 def _fits(dims: Sequence[int], shape: Sequence[int]) -> bool:
     """Whether a tensor of these dims can take this shape, whatever size each -1 has."""
     sizes = [math.prod(dim for dim in side if dim != -1) for side in (dims, shape)]
@@ -449,7 +491,9 @@ def _normalise(message: Any) -> None:
     for memory in (message.optimization.input_pinned_memory, message.optimization.output_pinned_memory):
         if not memory.ListFields():
             memory.enable = True
-    if not message.instance_group:
+    if message.HasField("ensemble_scheduling"):
+        message.platform = "ensemble"
+    if not message.instance_group and message.platform != "ensemble":
         message.instance_group.add(name=message.name)
     for number, group in enumerate(message.instance_group):
         group.name = group.name or f"{message.name}_{number}"

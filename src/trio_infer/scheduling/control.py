@@ -190,7 +190,7 @@ class ModelControl:
                     self._entry(name).reason = reason
                     failures[name] = ModelLoadError(name, reason)
                 else:
-                    nursery.start_soon(load, name, partial(self._load, name))
+                    nursery.start_soon(load, name, partial(self._load, name, unless_same=True))
         if not failures:
             return
         errors = [failures[name] for name in sorted(failures)]
@@ -252,8 +252,11 @@ class ModelControl:
         self._check_mode()
         await self._in_background(partial(self._load_from, name, prepare))
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, *, dependents: bool = False) -> None:
         """Serve a model no more; returns when its requests have ended and it is cleaned up. No such model is no error.
+
+        Args:
+            dependents: of an ensemble: unload the models of its steps, too, but those that another ensemble needs.
 
         Raises:
             InferError: UNAVAILABLE: the policy is not to unload on request.
@@ -264,12 +267,26 @@ class ModelControl:
         draining: list[Copy] = []
 
         async def job() -> None:
-            await self._unload(name)
-            draining.extend(copy for copy in self._copies if copy.name == name and copy is not self._serving(name))
+            names = [name, *self._dependents(name)] if dependents else [name]
+            for each in names:
+                await self._unload(each)
+                draining.extend(copy for copy in self._copies if copy.name == each and copy is not self._serving(each))
 
         await self._in_background(job)
         for copy in draining:
             await copy.gone.wait()
+
+    def _dependents(self, name: str) -> list[str]:
+        """The models that only this one's steps ask, at any depth."""
+        needs = {copy.name: {each for model in copy.models for each in model.requires} for copy in self._serving_all()}
+        going = [name]
+        for one in going:
+            others = {need for other, needed in needs.items() if other not in going for need in needed}
+            going += [need for need in sorted(needs.get(one, ())) if need not in going and need not in others]
+        return going[1:]
+
+    def _serving_all(self) -> list[Copy]:
+        return [entry.serving for entry in self._entries.values() if entry.serving is not None]
 
     async def load_for(self, asker: str, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """As `load`, for a model.
@@ -292,11 +309,12 @@ class ModelControl:
             if loading:
                 self._asks.pop(asker, None)
 
-    async def unload_for(self, asker: str, name: str) -> None:
+    async def unload_for(self, asker: str, name: str, *, dependents: bool = False) -> None:
         """As `unload`, for a model; returns when it is served no more."""
         self._check_mode()
         self._check_ring(asker, name)
-        await self._in_background(partial(self._unload, name))
+        for each in [name, *self._dependents(name)] if dependents else [name]:
+            await self._in_background(partial(self._unload, each))
 
     def _check_mode(self) -> None:
         if self.policy.model_control_mode != "explicit":
@@ -389,7 +407,33 @@ class ModelControl:
     async def _load_given(self, name: str, runners: Sequence[Runner]) -> None:
         entry = self._entry(name)
         async with entry.lock:
+            if entry.serving is not None:
+                return  # an ensemble has asked for it first
             await self._bring_up(name, entry, runners, None)
+
+    async def _require_all(self, copy: Copy) -> None:
+        for required in sorted({required for model in copy.models for required in model.requires}):
+            await self._require(copy.name, required)
+
+    async def _require(self, asker: str, name: str) -> None:
+        """See to it that a model is served that another one's steps ask.
+
+        Raises:
+            ModelLoadError: it can't be.
+        """
+        if self._serving(name) is not None:
+            return
+        try:
+            self._check_ring(asker, name)
+            self._asks[asker] = name
+            if name in self._given:
+                await self._load_given(name, self._given[name])
+            else:
+                await self._load(name, unless_same=True)
+        except (ModelLoadError, InferError) as error:
+            raise ModelLoadError(asker, f"one of its steps asks model '{name}': {error}") from None
+        finally:
+            self._asks.pop(asker, None)
 
     async def _bring_up(
         self, name: str, entry: _Entry, runners: Sequence[Runner], dispose: Callable[[], None] | None
@@ -418,6 +462,7 @@ class ModelControl:
             seconds[model] = time.perf_counter() - began
 
         try:
+            await self._require_all(copy)
             async with trio.open_nursery() as nursery:
                 for model in copy.models:
                     nursery.start_soon(load, model)

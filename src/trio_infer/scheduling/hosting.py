@@ -17,7 +17,7 @@ from trio_infer.lifecycle import STATUS, CancelReason, Life, Phase
 from trio_infer.models.host import Host, MetricKind, NoHost
 from trio_infer.protocol.inputs import check_arrays
 from trio_infer.protocol.outputs import select
-from trio_infer.protocol.values import InferRequest, InferResponse, Send
+from trio_infer.protocol.values import InferRequest, InferResponse, Send, Signature
 from trio_infer.scheduling.catalog import Catalog
 from trio_infer.scheduling.served import ServedModel
 
@@ -44,7 +44,7 @@ class Loader(Protocol):
 
     async def load_for(self, asker: str, name: str, config: str | None, files: Mapping[str, bytes]) -> None: ...
 
-    async def unload_for(self, asker: str, name: str) -> None: ...
+    async def unload_for(self, asker: str, name: str, *, dependents: bool = False) -> None: ...
 
 
 @attrs.frozen
@@ -101,10 +101,14 @@ class ModelHost(Host):
         await self.loader.load_for(self.model, name, config, files)
 
     async def unload_model(self, name: str, *, unload_dependents: bool = False) -> None:
-        await self.loader.unload_for(self.model, name)
+        await self.loader.unload_for(self.model, name, dependents=unload_dependents)
 
     def is_model_ready(self, name: str, version: str) -> bool:
-        return self.catalog.find(name, None if version in {"", "-1"} else version) is not None
+        return self.signature(name, version) is not None
+
+    def signature(self, name: str, version: str) -> Signature | None:
+        found = self.catalog.find(name, None if version in {"", "-1"} else version)
+        return None if found is None else found.signature
 
     def register_metric(self, name: str, description: str, kind: MetricKind) -> None:
         (self.metrics or NoHost()).register_metric(name, description, kind)

@@ -51,6 +51,11 @@ class ServedModel:
         return self._runner.config
 
     @property
+    def requires(self) -> Sequence[str]:
+        """The models that must be served before it is: those of an ensemble's steps."""
+        return getattr(self._runner, "requires", ())
+
+    @property
     def on_disconnect(self) -> Literal["cancel", "finish"] | None:
         """What happens when the client leaves; None leaves it to the server."""
         return self._runner.on_disconnect

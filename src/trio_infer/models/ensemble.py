@@ -1,0 +1,257 @@
+"""Runs an ensemble: a request's steps as tasks of its own, each as soon as its tensors are there.
+
+All of a request's work is below one cancel scope in the task of the request: its client's leaving cancels every step,
+those that wait in another model's queue as well as those that run, parallel ones too, and through the models' own
+requests whatever is below them. Each step is a request of its own to its model, a child of the ensemble's; it waits in
+that model's queue like anybody's, and may share a batch with anybody's.
+
+The first step that fails decides: the others are cancelled, and the client is told which step it was. Errors are noted
+where they happen and raised outside of all nurseries, so that no exception group reaches anybody.
+
+A response of a decoupled step is carried through all that depends on it before the step gives its next one. So the
+ensemble's responses are in order, and no more than one is on its way (`max_inflight_requests`, which upstream has for
+bounding that, is met by any value).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import attrs
+import trio
+
+from trio_infer.errors import ErrorCode, InferError, ModelLoadError
+from trio_infer.lifecycle import Life, StandIn
+from trio_infer.models.ensemble_plan import EnsemblePlan, Step
+from trio_infer.models.host import Host
+from trio_infer.models.runner import Instance, Stops
+from trio_infer.protocol.model_config import ModelConfig
+from trio_infer.protocol.values import Array, InferRequest, InferResponse, Send, Signature
+
+__all__ = ["EnsembleRunner"]
+
+
+class EnsembleRunner:
+    """One version of an ensemble.
+
+    Args:
+        config: has `ensemble_scheduling`.
+        version: the number that its version directory is named after.
+        directory: the ensemble's.
+        labels: of the classes of those outputs that have some.
+
+    Raises:
+        ModelLoadError: the steps can't be put in order; see `EnsemblePlan.of_config`.
+
+    Attributes:
+        requires: the models that must be served before it is.
+    """
+
+    stops: Stops = "checkpoint"
+    instances: int | None = None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        version: int,
+        directory: Path | None = None,
+        labels: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    ) -> None:
+        config.check_tensors()
+        self.config: ModelConfig = config
+        self.directory = directory
+        self.signature: Signature = config.signature(str(version), labels)
+        self.on_disconnect: Literal["cancel", "finish"] | None = config.on_disconnect
+        self._plan = EnsemblePlan.of_config(config)
+        self.requires: tuple[str, ...] = self._plan.models
+        self._streams: frozenset[Step] = frozenset()
+        self._host: Host
+
+    async def load(self, host: Host) -> None:
+        """Look whether the models of its steps fit; they must be served.
+
+        Raises:
+            ModelLoadError: one isn't, or doesn't fit.
+        """
+        self._host = host
+        signatures = {}
+        for step in self._plan.steps:
+            signature = host.signature(step.model, step.version)
+            if signature is None:
+                what = f"{step.label}{f' version {step.version}' if step.version else ''} is not served"
+                raise ModelLoadError(self.config.name, what, where=self.config.where)
+            signatures[step] = signature
+        self._plan.check(signatures, batched=self.signature.max_batch_size > 0)
+        self._streams = frozenset(step for step, signature in signatures.items() if signature.decoupled)
+        self.config = self.config.with_decoupled(bool(self._streams))
+        self.signature = attrs.evolve(self.signature, decoupled=bool(self._streams))
+
+    async def run(self, instance: Instance, request: InferRequest, send: Send) -> None:
+        """Run the steps that the wanted outputs depend on.
+
+        Raises:
+            InferError: a step failed; says which.
+
+        Cancellation: cancels each step, and leaves when they have all left.
+        """
+        instance.begin()
+        try:
+            await _Run(self._host, self._plan, self._streams, instance.life or StandIn(()), request, send).run()
+        finally:
+            instance.end()
+
+    async def unload(self) -> None:
+        """Nothing to do; the models of its steps stay."""
+
+    async def ready(self) -> bool:
+        """Whether the models of all its steps are served."""
+        return all(self._host.is_model_ready(step.model, step.version) for step in self._plan.steps)
+
+    def kill(self) -> bool:
+        """Nothing to do: its runs end with their tasks."""
+        return False
+
+
+class _Tensors:
+    """Tensors by name, some of which are still being made.
+
+    Args:
+        names: what will be here.
+        parent: where everything else is.
+    """
+
+    def __init__(self, names: Iterable[str], parent: _Tensors | None = None) -> None:
+        self._arrays: dict[str, Array | None] = {}
+        self._made = {name: trio.Event() for name in names}
+        self._parent = parent
+
+    def put(self, name: str, array: Array | None) -> None:
+        """It is made; None if the request leaves it out."""
+        self._arrays[name] = array
+        self._made[name].set()
+
+    async def get(self, name: str) -> Array | None:
+        """Wait until it is made."""
+        if name not in self._made:
+            return await self._parent.get(name) if self._parent is not None else None
+        await self._made[name].wait()
+        return self._arrays[name]
+
+
+@attrs.define(eq=False)
+class _Run:
+    """One request."""
+
+    host: Host
+    plan: EnsemblePlan
+    streams: frozenset[Step]
+    life: Life
+    request: InferRequest
+    send: Send
+    scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    failures: dict[int, Exception] = attrs.field(factory=dict)
+
+    async def run(self) -> None:
+        wanted = [spec.name for spec in self.plan.outputs]
+        if self.request.requested_outputs:
+            wanted = [name for name in wanted if name in self.request.requested_outputs]
+        steps = self.plan.needed(wanted)
+        given = self.request.inputs
+        tensors = _Tensors([*(spec.name for spec in self.plan.inputs), *_made_by(steps)])
+        for spec in self.plan.inputs:
+            tensors.put(spec.name, given.get(spec.name))
+
+        async def answer(found: _Tensors) -> None:
+            outputs = {name: await found.get(name) for name in wanted}
+            await self.send(InferResponse({name: array for name, array in outputs.items() if array is not None}))
+
+        with self.scope:
+            await self._all(steps, tensors, answer)
+        if self.failures:
+            raise self.failures[min(self.failures)]
+
+    async def _all(self, steps: Sequence[Step], tensors: _Tensors, then: Callable[[_Tensors], Any]) -> None:
+        """Run the steps, and then what comes of them; for each response of a decoupled one of them."""
+        stream = next((step for step in steps if step in self.streams), None)
+        after = self.plan.after(stream, steps) if stream is not None else ()
+        async with trio.open_nursery() as nursery:
+            for step in steps:
+                if step is not stream and step not in after:
+                    nursery.start_soon(self._once, step, tensors)
+            if stream is not None:
+                await self._each(stream, after, tensors, then)
+        if stream is None:
+            await self._or_fail(AFTER, then, tensors)
+
+    async def _once(self, step: Step, tensors: _Tensors) -> None:
+        responses: list[InferResponse] = []
+
+        async def keep(response: InferResponse) -> None:
+            responses.append(response)
+
+        await self._or_fail(step.number, self._ask, step, tensors, keep)
+        if len(responses) != 1:
+            gave = InferError(f"gave {len(responses)} responses in place of one", ErrorCode.INTERNAL)
+            await self._fail(step.number, self._named(step, gave))
+        await self._put(step, responses[0], tensors)
+
+    async def _each(
+        self, step: Step, after: Sequence[Step], tensors: _Tensors, then: Callable[[_Tensors], Any]
+    ) -> None:
+        async def pass_on(response: InferResponse) -> None:
+            here = _Tensors(_made_by([step, *after]), tensors)
+            await self._put(step, response, here)
+            await self._all(after, here, then)
+
+        await self._or_fail(step.number, self._ask, step, tensors, pass_on)
+
+    async def _put(self, step: Step, response: InferResponse, tensors: _Tensors) -> None:
+        for name, tensor in step.outputs.items():
+            if name not in response.outputs:
+                missing = InferError(f"gave no output '{name}'", ErrorCode.INTERNAL)
+                await self._fail(step.number, self._named(step, missing))
+            tensors.put(tensor, response.outputs[name])
+
+    async def _ask(self, step: Step, tensors: _Tensors, send: Send) -> None:
+        inputs = {name: await tensors.get(tensor) for name, tensor in step.inputs.items()}
+        request = attrs.evolve(
+            self.request,
+            model_name=step.model,
+            model_version=step.version,
+            inputs={name: array for name, array in inputs.items() if array is not None},
+            requested_outputs=tuple(step.outputs),
+        )
+        try:
+            await self.host.infer(self.life, request, send)
+        except Exception as error:
+            raise self._named(step, error) from (error.__cause__ if isinstance(error, InferError) else error)
+
+    def _named(self, step: Step, error: Exception) -> InferError:
+        what = f"in ensemble '{self.plan.name}', {step.label}: "
+        if not isinstance(error, InferError):
+            return InferError(f"{what}{type(error).__name__}: {error}", ErrorCode.INTERNAL)
+        return InferError(what + error.message, error.code, status=error.status, retry_after=error.retry_after)
+
+    async def _or_fail(self, number: int, call: Callable[..., Any], *args: Any) -> None:
+        try:
+            await call(*args)
+        except Exception as error:
+            await self._fail(number, error)
+
+    async def _fail(self, number: int, error: Exception) -> None:
+        """The whole request fails: stop all steps."""
+        self.failures.setdefault(number, error)
+        self.scope.cancel(reason=f"step {number} of the ensemble failed")
+        await trio.lowlevel.checkpoint()
+
+
+AFTER: Final = 2**31
+"""The place of what follows the last step, in the order of steps."""
+
+
+def _made_by(steps: Iterable[Step]) -> list[str]:
+    return [tensor for step in steps for tensor in step.outputs.values()]
