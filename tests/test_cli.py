@@ -61,7 +61,7 @@ def test_the_first_line_says_where_it_is_ready_and_the_hints_below_work_as_paste
 ) -> None:
     command = start()
     assert re.fullmatch(
-        r"trio-infer 0\.\d+\.\d+ is ready on http://127\.0\.0\.1:\d+ \(models: identity, slow, summarize\)",
+        r"trio-infer 0\.\d+\.\d+ is ready on http://127\.0\.0\.1:\d+ \(models: identity, scribe, slow, summarize\)",
         command.ready(),
     )
     command.await_log("noticed after some 75 s")

@@ -15,7 +15,15 @@ from __future__ import annotations
 import enum
 from pathlib import Path
 
-__all__ = ["BadJSONError", "ErrorCode", "InferError", "ModelLoadError", "SetupError", "UnknownModelError"]
+__all__ = [
+    "BadJSONError",
+    "ErrorCode",
+    "InferError",
+    "ModelLoadError",
+    "Rescheduled",
+    "SetupError",
+    "UnknownModelError",
+]
 
 
 class ErrorCode(enum.Enum):
@@ -63,6 +71,17 @@ class InferError(Exception):
         self.retry_after: int | None = retry_after
         self.code = code
         self.status: int = code.status if status is None else status
+
+
+class Rescheduled(InferError):
+    """A model wants the request again: an iterative sequence goes on with it. For any other model it is an error."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model reschedules its request, which needs `sequence_batching { iterative_sequence: true }` in its "
+            "configuration",
+            ErrorCode.INTERNAL,
+        )
 
 
 class BadJSONError(InferError):

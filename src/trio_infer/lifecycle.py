@@ -80,6 +80,7 @@ class CancelReason(enum.Enum):
     DEADLINE = "deadline passed"
     REQUESTED = "cancel requested"
     UNLOADED = "model unloaded"
+    SEQUENCE = "sequence cancelled"
 
 
 class LifecycleError(Exception):
@@ -349,6 +350,7 @@ STATUS: Final = {
     CancelReason.DISCONNECTED: 499,
     CancelReason.STALLED: 499,
     CancelReason.REQUESTED: 499,
+    CancelReason.SEQUENCE: 499,
     CancelReason.SHUTDOWN: 503,
     CancelReason.UNLOADED: 503,
     CancelReason.DEADLINE: 504,

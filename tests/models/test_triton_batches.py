@@ -29,7 +29,7 @@ class Note:
 
     def __init__(self, *, wanted: bool = True) -> None:
         self.wanted = wanted
-        self.promised = False
+        self.promised = self.rescheduled = False
         self.error: InferError | None = None
         self.sent: list[Any] = []
         self.finished: list[bool] = []
@@ -47,6 +47,9 @@ class Note:
 
     def promise(self) -> None:
         self.promised = True
+
+    def reschedule(self) -> None:
+        self.rescheduled = True
 
     def put(self, response: Any, *, final: bool) -> None:
         self.sent.append((response, final))
@@ -175,7 +178,7 @@ GATED = """
             here = pathlib.Path(DIRECTORY)
             number = len(list(here.glob("run*")))
             (here / f"run{number}").write_text(" ".join(str(r.request_id()) for r in requests))
-            while not (here / "open").exists() and not all(r.is_cancelled() for r in requests):
+            while not (here / f"open{number}").exists() and not all(r.is_cancelled() for r in requests):
                 (here / f"flags{number}").write_text("".join("01"[r.is_cancelled()] for r in requests))
                 time.sleep(0.005)
             responses = []
@@ -218,15 +221,14 @@ async def test_a_model_gets_a_batch_in_one_call_and_each_client_its_own_part_of_
         ]
         early.leave()
         await early.done.wait()
-        (tmp_path / "open").touch()
+        (tmp_path / "open0").touch()
         await alone.done.wait()
-        (tmp_path / "open").unlink()
         await see(tmp_path / "run1", "b c d")
         leaves.leave()
         await leaves.done.wait()
         await see(tmp_path / "flags1", "010")
         await trio.sleep(0.2)  # longer than the grace: a batch isn't killed for one of it
-        (tmp_path / "open").touch()
+        (tmp_path / "open1").touch()
         await stays.done.wait()
         await wrong.done.wait()
         assert stays.values == [[2], [4]]
@@ -250,7 +252,7 @@ async def test_a_batch_is_over_as_soon_as_the_last_of_its_clients_has_left(tmp_p
         pair[1].leave()
         with trio.fail_after(20):
             await at.model.settled()
-        (tmp_path / "open").touch()
+        (tmp_path / "open2").touch()
         probe = at.ask([5], name="IN", id="d")
     assert probe.values == [[10]]
     assert sum(at.books.cancelled.values()) == 3
@@ -270,7 +272,7 @@ async def test_a_deaf_batch_is_killed_only_when_all_of_its_clients_have_left(tmp
             guest.leave()
         with trio.fail_after(20):
             await at.model.settled()
-        (tmp_path / "open").touch()
+        (tmp_path / "open2").touch()
         probe = at.ask([5], name="IN", id="d")
     assert probe.values == [[10]]
 
@@ -300,7 +302,7 @@ async def test_those_who_leave_while_a_batch_waits_for_a_process_are_not_in_it(t
         alone.leave()
         await granted.wait()  # together with the others, but there is no process yet
         three[1].leave()
-        (tmp_path / "open").touch()
+        (tmp_path / "open1").touch()
         await three[0].done.wait()
     assert (tmp_path / "run1").read_text() == "b d"
     assert [guest.values for guest in (three[0], three[2])] == [[[2]], [[6]]]

@@ -182,7 +182,7 @@ def test_what_needs_a_server_or_is_not_supported_says_so() -> None:
         r"^exec\(\) needs a server": request.exec,
         r"^async_exec\(\) needs a server": request.async_exec,
         r"only a request that execute": request.get_response_sender,
-        r"RESCHEDULE\) is not supported": lambda: request.set_release_flags(
+        r"only a request that execute\(\) was given can be resch": lambda: request.set_release_flags(
             pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
         ),
         r"^MetricFamily\(\) needs": lambda: pb_utils.MetricFamily("n", "d", pb_utils.MetricFamily.COUNTER),

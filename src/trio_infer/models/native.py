@@ -135,7 +135,8 @@ class NativeRunner:
             if config is None
             else config.with_code(self.signature, instances=model.instances)
         ).with_scheduling(model.queueing, model.batching)
-        asked = model.batching is not None or (config is not None and config.batching is not None)
+        joining = None if config is None else config.batching or config.sequencing
+        asked = model.batching is not None or joining is not None
         self.joins: bool = asked and not self._streams
         if self.joins and self.instances is None:
             self.instances = 1

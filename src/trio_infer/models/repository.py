@@ -161,13 +161,6 @@ def _load_model(
         read = read.renamed(served_as)
         return [EnsembleRunner(read, version=version, directory=directory, labels=labels) for version in versions]
     read = read.with_backend(_backend(read, directory, versions, filename)).renamed(served_as)
-    if read.has_sequences:
-        log.warning(
-            "model '%s' has `sequence_batching`, which isn't there yet: requests of a sequence run one by one, on any "
-            "of its %d instances",
-            read.name,
-            read.instance_count,
-        )
     if read.backend == "trio_infer":
         return _natives(read, directory, versions, filename, labels)
     if read.instance_count > MOST_INSTANCES:

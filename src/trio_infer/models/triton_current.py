@@ -30,6 +30,13 @@ class Job(Protocol):
         """Whether a sender was handed out, so that responses may come without `execute` returning them."""
 
     @property
+    def rescheduled(self) -> bool:
+        """Whether the model wants the request again, in place of a response."""
+
+    def reschedule(self) -> None:
+        """The model wants it again."""
+
+    @property
     def error(self) -> InferError | None:
         """What `finish` was told, if the client gets to know it."""
 

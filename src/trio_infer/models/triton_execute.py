@@ -23,7 +23,7 @@ from typing import Any, Final, TypeAlias
 
 import attrs
 
-from trio_infer.errors import ErrorCode, InferError
+from trio_infer.errors import ErrorCode, InferError, Rescheduled
 from trio_infer.models.triton_current import Job, is_trio_cancelled, working_on
 from trio_infer.models.triton_imports import ModelCode
 from trio_infer.models.triton_loop import InstanceLoop
@@ -235,7 +235,7 @@ class Executor:
                     f"Python model '{self._name}' is using the decoupled mode and the execute function "
                     f"must return None and use senders, got {type(returned).__name__}."
                 )
-            return [None for _ in batch]
+            return [Rescheduled() if job.rescheduled else None for job, _ in batch]
         if not isinstance(returned, (list, tuple)):
             raise _BadReturnError(f"Expected a list in the execute return, found type '{type(returned).__name__}'.")
         if len(returned) != len(batch):
@@ -245,14 +245,19 @@ class Executor:
                 f"execute was given {len(batch)} {were} and returned {len(returned)} responses."
             )
         for (job, _), response in zip(batch, returned, strict=True):
-            if not (isinstance(response, InferenceResponse) or (response is None and job.promised)):
+            excused = response is None and (job.promised or job.rescheduled)
+            if not (isinstance(response, InferenceResponse) or excused):
                 raise _BadReturnError(
                     "Expected an 'InferenceResponse' object in the execute function return list, "
                     f"found type '{type(response).__name__}'."
                 )
         return [
-            None if response is None else self._result(loaded, request, response)
-            for (_, request), response in zip(batch, returned, strict=True)
+            self._result(loaded, request, response)
+            if response is not None
+            else Rescheduled()
+            if job.rescheduled
+            else None
+            for (job, request), response in zip(batch, returned, strict=True)
         ]
 
     def _result(self, loaded: Loaded, request: InferRequest, response: InferenceResponse) -> Result:

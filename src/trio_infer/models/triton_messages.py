@@ -109,12 +109,13 @@ class Outlet:
         encode: makes what the server sends of a response, in the model's thread.
     """
 
-    __slots__ = ("_encode", "_work", "promise")
+    __slots__ = ("_encode", "_work", "promise", "reschedule")
 
     def __init__(self, work: Job, encode: Callable[[InferenceResponse], InferResponse | InferError]) -> None:
         self._work = work
         self._encode = encode
         self.promise: Callable[[], None] = work.promise
+        self.reschedule: Callable[[], None] = work.reschedule
 
     def put(self, response: InferenceResponse | None, *, final: bool) -> None:
         """Pass a response on; waits while too many are on their way.
@@ -329,16 +330,15 @@ class InferenceRequest:
         return self._trace
 
     def set_release_flags(self, flags: int) -> None:
-        """Say what happens to the request after `execute`: released, the one thing that is supported.
+        """Say what happens to the request after `execute`: it is released, or comes again in an iterative sequence.
 
         Raises:
-            TritonModelException: TRITONSERVER_REQUEST_RELEASE_RESCHEDULE is asked for.
+            TritonModelException: the request isn't a client's.
         """
         if flags & RESCHEDULE:
-            raise TritonModelException(
-                "rescheduling a request (TRITONSERVER_REQUEST_RELEASE_RESCHEDULE) is not supported by trio-infer: "
-                "go on in a loop inside execute, which may send as it goes"
-            )
+            if self._outlet is None:
+                raise TritonModelException("only a request that execute() was given can be rescheduled")
+            self._outlet.reschedule()
 
     def get_response_sender(self) -> InferenceResponseSender:
         """The sender of this request's responses.

@@ -5,7 +5,6 @@ the same name, since that one works only inside Triton's own process. `trio_infe
 
 Not supported; each raises `TritonModelException` and says so:
 
-- rescheduling: `TRITONSERVER_REQUEST_RELEASE_RESCHEDULE`
 - tensors in a GPU's memory: `Tensor.from_dlpack` takes those that are in the CPU's
 
 Accepted without effect: `PreferredMemory`, `InferenceTrace` (there is one kind of memory, and no trace to hang on to).

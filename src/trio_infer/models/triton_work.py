@@ -59,6 +59,7 @@ class Work:
 
     Attributes:
         error: what `execute` failed with, if `next` raises it.
+        rescheduled: the model wants the request again, in place of a response.
         returned: `execute` has returned, and the task may know; `response` is what it gave, if it gave one.
     """
 
@@ -80,6 +81,7 @@ class Work:
         self._lock = threading.Condition()
         self._waiting: deque[InferResponse | InferError] = deque()
         self.error: InferError | None = None
+        self.rescheduled: bool = False
         self.returned: trio.Event = trio.Event()
         self.response: InferResponse | None = None
         self._started = self._executing = False
@@ -167,6 +169,10 @@ class Work:
             self._tell()
 
     # ---- in any thread
+
+    def reschedule(self) -> None:
+        """The model wants the request again."""
+        self.rescheduled = True
 
     def promise(self) -> None:
         """A sender is handed out."""

@@ -24,6 +24,7 @@ from trio_infer.errors import ModelLoadError
 from trio_infer.protocol.config_schema import SchemaError, enum_name, from_json, from_text, new_config, plain
 from trio_infer.protocol.datatypes import Datatype
 from trio_infer.protocol.queueing import Batching, Queueing
+from trio_infer.protocol.sequencing import Sequencing
 from trio_infer.protocol.values import Signature, TensorSpec
 
 __all__ = ["EnsembleStep", "ModelConfig", "VersionPolicy"]
@@ -190,7 +191,12 @@ class ModelConfig:
         if ensemble and has_instance_group:
             raise broken(f"instance group should not be specified for ensemble '{name}'", r"\binstance_group\b")
         _normalise(message)
-        return cls(message, where, has_instance_group)
+        config = cls(message, where, has_instance_group)
+        try:
+            _ = config.sequencing
+        except ValueError as error:
+            raise broken(str(error), r"\bsequence_batching\b") from None
+        return config
 
     @property
     def name(self) -> str:
@@ -351,9 +357,11 @@ class ModelConfig:
         return attrs.evolve(self, message=message)
 
     @property
-    def has_sequences(self) -> bool:
-        """Whether requests are to be routed by the sequence that they belong to."""
-        return bool(self.message.HasField("sequence_batching"))
+    def sequencing(self) -> Sequencing | None:
+        """How requests of sequences are served; None if requests have nothing to do with each other."""
+        if not self.message.HasField("sequence_batching"):
+            return None
+        return Sequencing.of_message(self.message.sequence_batching, self.max_batch_size)
 
     @property
     def warm_ups(self) -> tuple[Any, ...]:

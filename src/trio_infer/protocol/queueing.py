@@ -135,11 +135,13 @@ class Batching:
         max_queue_delay: seconds that a request may wait for others to join it while an instance is free.
         preserve_ordering: whether answers are given in the order in which requests came, also if several instances
             finish in another.
+        enough: rows that run at once though more could join; 0 if only full batches and time end the waiting.
     """
 
     preferred: tuple[int, ...] = ()
     max_queue_delay: float = 0.0
     preserve_ordering: bool = False
+    enough: int = 0
 
     def write(self, message: Any) -> None:
         """Into the configuration's `ModelDynamicBatching`."""

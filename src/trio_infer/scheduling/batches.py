@@ -9,7 +9,7 @@ Then, as Triton does:
 
 - Nobody is to wait (`max_queue_delay` 0), and it has reached a preferred size on its way: that much of it runs.
 - It can't grow any more, by one of the rules above or because it has reached the largest preferred size: it runs.
-- One of it has waited for `max_queue_delay`: what is there runs.
+- One of it has waited for `max_queue_delay`, or it has so many rows as are said to be enough: what is there runs.
 - Otherwise it waits, at most until then, for others to join.
 
 A request by itself runs whatever its size is.
@@ -88,6 +88,6 @@ def plan(line: Iterable[T], batching: Batching, max_batch_size: int, now: float)
     if best and batching.max_queue_delay <= 0:
         return Plan(tuple(batch[:best]))
     until = min(who.entered for who in batch) + batching.max_queue_delay
-    if closed or now >= until:
+    if closed or now >= until or 0 < batching.enough <= rows:
         return Plan(tuple(batch))
     return Plan(until=until)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Literal
 
-from trio_infer.errors import ErrorCode, InferError
+from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.lifecycle import CancelReason, Life, Phase, Timing
 from trio_infer.models.host import Host
 from trio_infer.models.runner import Batches, Collects, Runner
@@ -15,6 +16,7 @@ from trio_infer.observe.model_statistics import MOST_RESPONSES
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import InferRequest, InferResponse, Send, Signature
 from trio_infer.scheduling.order import Order
+from trio_infer.scheduling.sequencer import Sequencer
 from trio_infer.scheduling.ticket import InstanceQueue, QueueStatistics, Ticket
 
 __all__ = ["ServedModel"]
@@ -34,7 +36,10 @@ class ServedModel:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._configure()
+        self._queue = InstanceQueue(runner.instances)
+        self._sequencer: Sequencer | None = None
+        self._order: Order | None = None
+        self._ragged: frozenset[str] = frozenset()
         self._lives: set[Life] = set()
         self._begun = False
         self.ready: bool = False
@@ -74,22 +79,32 @@ class ServedModel:
         self._begun = True
         await self._runner.load(host)
         await warm_up(self._runner)
-        self._configure()
+        try:
+            self._configure()
+        except (InferError, OSError, ValueError) as error:
+            raise ModelLoadError(self.signature.name, str(error), where=self.config.where) from error
 
     def _configure(self) -> None:
         """Queue requests as the configuration says now; loading may complete it."""
         runner, config = self._runner, self._runner.config
-        batching = config.batching
-        self._queue = InstanceQueue(
-            runner.instances,
+        sequencing = config.sequencing
+        batching = config.batching if sequencing is None else sequencing.batching
+        make = partial(
+            InstanceQueue,
             queueing=config.queueing,
-            batching=batching,
+            batching=batching if config.max_batch_size > 0 else None,
             max_batch_size=config.max_batch_size,
             start=runner.begin_batch if isinstance(runner, Batches) and runner.joins else None,
         )
+        self._queue = make(runner.instances)
         self._ragged = config.ragged_inputs
         in_order = batching is not None and batching.preserve_ordering and not self.signature.decoupled
         self._order = Order() if in_order else None
+        self._sequencer = None
+        if sequencing is not None:
+            queues = [make(1, first=index, lingers=True) for index in range(runner.instances or 1)]
+            directory = getattr(runner, "directory", None)
+            self._sequencer = Sequencer(sequencing, self.signature, queues, self._run_in, directory)
 
     async def is_ready(self) -> bool:
         """Whether it takes requests, and its model says so, too, if it has a say.
@@ -120,24 +135,36 @@ class ServedModel:
             raise InferError(f"Request for model '{self.signature.name}' which is not ready", ErrorCode.UNAVAILABLE)
         if self.signature.max_batch_size > 0 and request.inputs:
             life.rows = next(iter(request.inputs.values())).shape[0]
-        ticket = self._queue.draw(
+        self._lives.add(life)
+        try:
+            if self._sequencer is not None:
+                await self._sequencer.infer(life, request, send)
+            else:
+                await self._run_in(self._queue, life, request, send)
+        finally:
+            self._lives.discard(life)
+
+    async def _run_in(self, queue: InstanceQueue, life: Life, request: InferRequest, send: Send) -> None:
+        """Wait in a queue, and run."""
+        ticket = queue.draw(
             life,
             request,
             rows=life.rows,
-            shapes=self._shapes(request) if self._queue.joins else None,
+            shapes=self._shapes(request) if queue.joins else None,
             priority=request.parameters.get("priority", 0),
             timeout=request.timeout,
         )
-        self._lives.add(life)
         if self._order is not None:
             self._order.enter(ticket)
             send = _in_order(self._order, ticket, send)
         try:
             if ticket.instance is None:
-                life.advance(Phase.QUEUED)
-                await self._queue.wait_turn(ticket)
+                if life.phase is Phase.RECEIVING:  # in a sequence it may be further
+                    life.advance(Phase.QUEUED)
+                await queue.wait_turn(ticket)
             assert ticket.instance is not None
-            life.advance(Phase.RUNNING)
+            if life.phase in (Phase.RECEIVING, Phase.QUEUED):
+                life.advance(Phase.RUNNING)
             if self.signature.decoupled:
                 send = _noting(ticket.instance.timing, send)
             if ticket.attend is not None:
@@ -145,8 +172,7 @@ class ServedModel:
             else:
                 await self._runner.run(ticket.instance, request, send)
         finally:
-            self._lives.discard(life)
-            self._queue.give_up(ticket)
+            queue.give_up(ticket)
             if self._order is not None:
                 self._order.leave(ticket)
 
@@ -180,7 +206,7 @@ class ServedModel:
 
         Cancellation: just stops waiting.
         """
-        await self._queue.settled()
+        await (self._sequencer or self._queue).settled()
 
     async def unload(self) -> None:
         """Let the model clean up, if it was ever asked to load. Call it when it has settled; only once counts.
@@ -197,12 +223,12 @@ class ServedModel:
 
     def statistics(self) -> QueueStatistics:
         """How the queue stands, now."""
-        return self._queue.statistics()
+        return (self._sequencer or self._queue).statistics()
 
     @property
     def abandoned(self) -> int:
         """How many requests' work goes on for nobody: in an instance, or by senders that outlive it."""
-        return self._queue.statistics().abandoned + getattr(self._runner, "abandoned", 0)
+        return self.statistics().abandoned + getattr(self._runner, "abandoned", 0)
 
 
 def _noting(timing: Timing, send: Send) -> Send:

@@ -35,6 +35,7 @@ import trio
 
 from trio_infer.errors import ErrorCode, InferError
 from trio_infer.lifecycle import CancelReason, Life
+from trio_infer.models.joining import AT_ONCE
 from trio_infer.models.runner import Attend, Instance
 from trio_infer.protocol.queueing import Batching, Queueing
 from trio_infer.protocol.values import InferRequest
@@ -45,6 +46,10 @@ __all__ = ["InstanceQueue", "QueueStatistics", "Ticket"]
 
 LONGEST_RETRY: Final = 60
 """Seconds that a client is told to stay away at most."""
+
+LINGER: Final = 5
+"""Ticks from the end of a run until those who were in it have asked again, if they do so at once; a tick is some 10
+microseconds."""
 
 SMOOTHING: Final = 0.1
 """How much the latest run counts in the mean duration of a run."""
@@ -75,12 +80,14 @@ class _Run:
         index: the instance's.
         held: how many of its requests are still there.
         going: of how many the work goes on, or may still begin.
+        size: how many there were.
         abandoned: whether nobody is there while it goes on.
     """
 
     index: int
     held: int
     going: int
+    size: int
     abandoned: bool = False
 
 
@@ -133,6 +140,9 @@ class InstanceQueue:
         batching: how requests are joined; None if each runs by itself.
         max_batch_size: rows that the model takes at most.
         start: begins the run of a batch; see `Batches.begin_batch`.
+        first: the index of the first instance.
+        lingers: an instance that becomes free is granted only when those who were answered have had the time to ask
+            again, some ticks of the loop later, so that who asks again and again is joined with others who do.
         clock: gives the time, in seconds.
     """
 
@@ -144,6 +154,8 @@ class InstanceQueue:
         batching: Batching | None = None,
         max_batch_size: int = 1,
         start: Start | None = None,
+        first: int = 0,
+        lingers: bool = False,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
         self._limit = instances
@@ -152,8 +164,9 @@ class InstanceQueue:
         self._delay = self._batching.max_queue_delay if self._batching is not None else 0.0
         self._max_batch_size = max_batch_size
         self._start = start
+        self._lingers = lingers
         self._clock = clock
-        self._free = deque(range(instances or 0))
+        self._free = deque(range(first, first + (instances or 0)))
         self._line: Line[Ticket] = Line()
         self._running = 0
         self._abandoned = 0
@@ -294,7 +307,7 @@ class InstanceQueue:
         return plan(self._line, self._batching, self._max_batch_size, self._clock() if self._delay > 0 else 0.0).batch
 
     def _grant(self, batch: Sequence[Ticket], index: int) -> None:
-        run = _Run(index, len(batch), len(batch))
+        run = _Run(index, len(batch), len(batch), len(batch))
         rows = sum(ticket.rows for ticket in batch)
         for ticket in batch:
             instance = ticket.instance = Instance(index, ticket.life)
@@ -324,10 +337,20 @@ class InstanceQueue:
             return
         if run.abandoned:
             self._abandoned -= 1
-        if self._limit is not None:
-            self._free.append(run.index)
-            self._dispatch()
+        if self._lingers:
+            trio.lowlevel.spawn_system_task(self._pass_on_later, run)
+        elif self._limit is not None:
+            self._pass_on(run)
         self._settle()
+
+    async def _pass_on_later(self, run: _Run) -> None:
+        for _ in range(LINGER + run.size // AT_ONCE):
+            await trio.lowlevel.checkpoint()
+        self._pass_on(run)
+
+    def _pass_on(self, run: _Run) -> None:
+        self._free.append(run.index)
+        self._dispatch()
 
     def _retry_after(self) -> int:
         """Seconds in which about half of those who wait will have had their turn."""

@@ -36,6 +36,8 @@ def farewell(life: Life, deadline: Deadline | None) -> tuple[int, str]:
             words = f"cancelled by request while {where}"
         case CancelReason.UNLOADED:
             words = f"cancelled while {where}: model '{life.model}' is being unloaded"
+        case CancelReason.SEQUENCE:
+            words = f"cancelled while {where}: a request before it in its sequence was cancelled"
         case reason:
             words = f"cancelled while {where}: {reason.value}"
     return STATUS[life.reason], words

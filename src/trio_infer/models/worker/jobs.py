@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
-from trio_infer.errors import InferError
+from trio_infer.errors import InferError, Rescheduled
 from trio_infer.models.worker.codec import Kind, encode, error_fields, pack
 from trio_infer.models.worker.memory import Blocks, Memory
 from trio_infer.protocol.values import Array, InferResponse
@@ -113,6 +113,7 @@ class RemoteJob:
         self._promised = decoupled
         self._executing = self._detached = self._final = self._said_final = self._left = False
         self.error: InferError | None = None
+        self.rescheduled: bool = False
         self.times: list[int] = [0, 0]
         cells = up.memory.cells
         self.is_cancelled: Callable[[], bool] = lambda: cells[cell] == number
@@ -165,11 +166,16 @@ class RemoteJob:
         fields = {"n": self.number, "more": expect_more, "promised": self._promised, "times": self.times}
         if error is not None:
             fields["error"] = error_fields(error, traced)
+            fields["again"] = isinstance(error, Rescheduled)
         if response is None:
             self._up.send(Kind.FINISHED, fields)
         else:
             fields["parameters"] = dict(response.parameters)
             self._up.send(Kind.FINISHED, fields, response.outputs)
+
+    def reschedule(self) -> None:
+        """The model wants the request again."""
+        self.rescheduled = True
 
     def promise(self) -> None:
         self._promised = True

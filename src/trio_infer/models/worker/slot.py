@@ -23,7 +23,7 @@ from typing import Any, Final
 import attrs
 import trio
 
-from trio_infer.errors import ErrorCode, InferError, ModelLoadError
+from trio_infer.errors import ErrorCode, InferError, ModelLoadError, Rescheduled
 from trio_infer.models.host import Host
 from trio_infer.models.runner import Instance
 from trio_infer.models.triton_work import Work
@@ -426,6 +426,8 @@ class Slot:
 
     def _response(self, message: Message) -> InferResponse | InferError | None:
         fields = message.fields
+        if fields.get("again"):
+            return Rescheduled()
         if fields.get("error") is not None:
             return read_error(fields["error"])
         if "tensors" not in fields or self._worker is None:

@@ -1,0 +1,1 @@
+"""The packaged language model: its weights, and what makes text of them."""
