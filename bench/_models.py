@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import trio
 
-from trio_infer import InferRequest, Life, Model, Phase, TensorSpec
+from trio_infer import Active, Batching, Generation, InferRequest, Life, Model, Phase, Prompt, TensorSpec, TokenModel
 from trio_infer.models.repository import load_model
 from trio_infer.models.runner import Instance, Runner
 
@@ -229,3 +230,100 @@ class Endings:
         if life.cancelled:
             STAMPS.append((life.request_id, "flag", life.struck_at))  # perf_counter is CLOCK_MONOTONIC on Linux
             stamp(life.request_id, "ended")
+
+
+# -- Models that make tokens ----------------------------------------------------------------------------------------
+
+STEP: float = 0.005
+"""Seconds that a step takes."""
+
+COUNTS: Counter[str] = Counter()
+"""By model: for how many requests a step was made, added up."""
+
+TOKENS = (TensorSpec("seed", "INT32", [1]), TensorSpec("count", "INT32", [1]))
+
+
+def following(token: int) -> int:
+    """The token after this one."""
+    return (token * 48271 + 11) % 1_000_003
+
+
+class Chain(TokenModel):
+    """Tokens that follow from the seed, with a cache in which another request's past would show; no time a step."""
+
+    name = "chain"
+    max_slots = 4
+    inputs = TOKENS
+    outputs = (TensorSpec("token", "INT32", [1]),)
+
+    def __init__(self, slots: int = 4, seconds: float = 0.0) -> None:
+        self.max_slots = slots
+        self.seconds = seconds
+        self.cache = np.zeros((slots, 4096), np.int64)
+
+    def start(self, request: InferRequest) -> Prompt:
+        return Prompt([int(request.inputs["seed"][0])], max_tokens=int(request.inputs["count"][0]))
+
+    def prefill(self, generations: Sequence[Generation]) -> Any:
+        for generation in generations:
+            self.cache[generation.slot] = 0
+            self.cache[generation.slot, 0] = generation.prompt[0]
+        COUNTS[self.name] += len(generations)
+        time.sleep(self.seconds)
+        return np.array([following(int(generation.prompt[0])) for generation in generations])
+
+    def step(self, active: Active) -> Any:
+        self.cache[active.slots, active.positions] = active.tokens
+        COUNTS[self.name] += len(active.slots)
+        time.sleep(self.seconds)
+        assert self.cache[active.slots, 0].tolist() == [each.prompt[0] for each in active.generations]
+        return np.array([following(int(token)) for token in self.cache[active.slots, active.positions]])
+
+
+class Direct(Model):
+    """The same tokens, each request by itself."""
+
+    name = "direct"
+    inputs = TOKENS
+    outputs = (TensorSpec("token", "INT32", [1]),)
+
+    def __init__(self, instances: int) -> None:
+        self.instances = instances
+
+    async def infer(self, request: InferRequest) -> AsyncIterator[dict[str, Any]]:
+        token = int(request.inputs["seed"][0])
+        for _ in range(int(request.inputs["count"][0])):
+            COUNTS[self.name] += 1
+            await trio.sleep(STEP)
+            token = following(token)
+            yield {"token": np.array([token], np.int32)}
+
+
+class Batched(Model):
+    """The same for a batch, which makes all tokens of all of its requests before it answers."""
+
+    name = "batched"
+    inputs = TOKENS
+    outputs = (TensorSpec("token", "INT32", [1]),)
+    instances = 1
+    batching = Batching(max_queue_delay=0.01)
+
+    def __init__(self, rows: int) -> None:
+        self.max_batch_size = rows
+
+    async def infer(self, request: InferRequest) -> dict[str, Any]:
+        tokens, counts = request.inputs["seed"].copy(), request.inputs["count"]
+        for step in range(int(counts.max())):
+            there = [not part.is_cancelled() for part in request.parts] or [not request.is_cancelled()]
+            COUNTS[self.name] += sum(
+                here and step < int(count) for here, count in zip(there, counts[:, 0], strict=True)
+            )
+            await trio.sleep(STEP)
+            tokens = (tokens.astype(np.int64) * 48271 + 11) % 1_000_003
+        return {"token": tokens.astype(np.int32)}
+
+
+def take_counts() -> dict[str, int]:
+    counts = dict(COUNTS)
+    COUNTS.clear()
+    return counts

@@ -38,6 +38,10 @@ def models(config: dict[str, Any], repository: Path) -> list[Any]:
         "process": lambda: copying(repository, "process"),
         "sink": Sink,
         "source": Source,
+        "chain": lambda: _models.Chain(slots),
+        "slow chain": lambda: _models.Chain(slots, _models.STEP),
+        "direct": lambda: _models.Direct(slots),
+        "batched": lambda: _models.Batched(slots),
     }
     made = [make[name]() for name in config["models"]]
     if not config.get("stamped"):
@@ -146,6 +150,7 @@ async def main(config: dict[str, Any], repository: Path) -> None:
         "standing": lambda: standing(server),
         "started": lambda: sum(event == "started" for _, event, _ in _models.STAMPS),
         "stamps": take_stamps,
+        "counts": _models.take_counts,
         "faults": lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
         "watch copies": copies.start,
         "copies": copies.stop,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import trio
@@ -16,6 +17,10 @@ from trio_infer.models.runner import Runner
 from trio_infer.observe.model_statistics import ModelBooks, ModelStatistics
 from trio_infer.protocol.values import InferRequest, InferResponse
 from trio_infer.scheduling.served import ServedModel
+
+
+EXAMPLES: Final = int(os.environ.get("EXAMPLES", "0"))
+"""How many worlds property tests of schedulers are to go through; 0 for the ordinary number of each."""
 
 
 class Guest:

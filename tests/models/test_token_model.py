@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from desk import Guest, desk
+from desk import EXAMPLES, Guest, desk
 from support import post, serving
 from trio_infer import (
     Active,
@@ -407,5 +407,5 @@ class LoopMachine(RuleBasedStateMachine):
                 assert tokens(guest) == whole
 
 
-LoopMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
+LoopMachine.TestCase.settings = settings(max_examples=EXAMPLES or 500, stateful_step_count=25, deadline=None)
 TestLoop = LoopMachine.TestCase

@@ -41,6 +41,7 @@ ONE, TWO, THREE, OTHER = Waits(), Waits(2), Waits(3), Waits(shapes="b")
         ((2, 6), 0, [ONE] * 5, 0, 2, None),  # nobody waits: the preferred size on the way
         ((2, 6), 5, [ONE] * 5, 0, 0, 5),
         ((2, 6), 5, [ONE] * 5, 5, 5, None),
+        ((), 0, [Waits(entered=3)], 0, 1, None),  # and the clock isn't even read
         ((4,), 0, [Waits(7), ONE], 0, 1, None),  # by itself it may be of any size
         ((), 5, [Waits(entered=3), Waits(entered=1)], 0, 0, 6),  # the oldest one counts, not the first
     ],

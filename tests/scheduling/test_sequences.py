@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from desk import Desk, Guest, desk
+from desk import EXAMPLES, Desk, Guest, desk
 from trio_infer import CancelReason, InferError, Life, Outcome
 from trio_infer.errors import ModelLoadError
 from trio_infer.models.repository import find_models
@@ -452,5 +452,5 @@ class TableMachine(RuleBasedStateMachine):
         assert (self.table.sequences, self.table.free_slots, self.table.waiting) == (0, 4, 0)
 
 
-TableMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+TableMachine.TestCase.settings = settings(max_examples=EXAMPLES or 1000, stateful_step_count=30, deadline=None)
 TestTable = TableMachine.TestCase

@@ -85,8 +85,8 @@ def plan(line: Iterable[T], batching: Batching, max_batch_size: int, now: float)
             break
     if not batch:
         return Plan()
-    if best and batching.max_queue_delay <= 0:
-        return Plan(tuple(batch[:best]))
+    if batching.max_queue_delay <= 0:  # `now` doesn't matter then
+        return Plan(tuple(batch[: best or len(batch)]))
     until = min(who.entered for who in batch) + batching.max_queue_delay
     if closed or now >= until or 0 < batching.enough <= rows:
         return Plan(tuple(batch))
