@@ -18,7 +18,6 @@ from trio_infer.observe.model_statistics import ModelBooks, ModelStatistics
 from trio_infer.protocol.values import InferRequest, InferResponse
 from trio_infer.scheduling.served import ServedModel
 
-
 EXAMPLES: Final = int(os.environ.get("EXAMPLES", "0"))
 """How many worlds property tests of schedulers are to go through; 0 for the ordinary number of each."""
 
