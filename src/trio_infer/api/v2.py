@@ -164,8 +164,10 @@ _ANSWERS: Final[dict[str, Callable[[V2, Exchange, Route], Awaitable[None]]]] = {
 
 _EXTENSIONS: Final = (
     ("classification", "infer"),
+    ("sequence", "infer"),
     ("model_repository", "load"),
     ("model_repository(unload_dependents)", "unload"),
+    ("schedule_policy", "infer"),
     ("model_configuration", "config"),
     ("system_shared_memory", "system_shared_memory"),
     ("binary_tensor_data", "infer"),
