@@ -109,6 +109,7 @@ class Desk:
         """Nobody is left, and everyone who came has left once, with one outcome."""
         queue = self.model.statistics()
         assert (queue.running, queue.waiting, queue.abandoned) == (0, 0, 0), queue
+        assert queue.entered == queue.left, "every request that entered has left exactly once"
         assert all(guest.life.outcome is not None for guest in self.order)
         assert len(set(self.order)) == len(self.order)
         assert self.books.pending == 0

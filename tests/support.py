@@ -310,6 +310,8 @@ def check_books(server: Server) -> None:
     requests = statistics.requests
     assert requests.received == sum(requests.outcomes.values()), statistics
     assert not any(requests.in_flight.values()), statistics
+    for queue in statistics.models.values():
+        assert queue.entered == queue.left + queue.running + queue.waiting, statistics
     assert sum(requests.cancelled.values()) == next(
         count for outcome, count in requests.outcomes.items() if outcome.value == "cancelled"
     )

@@ -141,6 +141,7 @@ class World(Desk):
     def look(self, instances: int, bound: int) -> None:
         """What must hold whenever nothing can be done without time passing."""
         queue = self.model.statistics()
+        assert queue.entered == queue.left + queue.running + queue.waiting
         assert self.busy.most <= instances
         delays = self.busy.batching is not None and self.busy.batching.max_queue_delay
         if queue.waiting and not delays:

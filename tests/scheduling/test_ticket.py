@@ -75,9 +75,9 @@ def test_an_instance_that_runs_a_batch_is_free_when_the_work_of_each_has_ended_a
         assert instance is not None
         instance.begin()
     queue.give_up(second)
-    assert queue.statistics() == QueueStatistics(instances=1, running=1, waiting=1, abandoned=0)
+    assert queue.statistics() == QueueStatistics(1, running=1, waiting=1, abandoned=0, entered=4, left=2)
     queue.give_up(third)
-    assert queue.statistics() == QueueStatistics(instances=1, running=0, waiting=1, abandoned=1)
+    assert queue.statistics() == QueueStatistics(1, running=0, waiting=1, abandoned=1, entered=4, left=3)
     for left, instance in zip((1, 0), instances, strict=True):
         assert instance is not None
         instance.end()

@@ -75,6 +75,8 @@ class Sequencer:
             sum(one.running for one in each),
             sum(one.waiting for one in each) + self._table.waiting,
             sum(one.abandoned for one in each),
+            sum(one.entered for one in each) + self._table.waiting,
+            sum(one.left for one in each),
         )
 
     async def settled(self) -> None:

@@ -64,12 +64,15 @@ class QueueStatistics:
         running: requests that hold an instance.
         waiting: requests that wait for one.
         abandoned: instances in which work goes on although all of its requests have left.
+        entered, left: requests that have come so far, and that have gone; the difference is those who run or wait.
     """
 
     instances: int | None
     running: int
     waiting: int
     abandoned: int
+    entered: int = 0
+    left: int = 0
 
 
 @attrs.define(eq=False)
@@ -120,12 +123,12 @@ class Ticket:
     granted: trio.Event | None = None
     attend: Attend | None = None
     _run: _Run | None = None
-    _line: Line[Ticket] | None = None
+    _queue: InstanceQueue | None = None
 
     def cancel(self, reason: CancelReason) -> None:
         """Its request is cancelled: if it waits, it has left, before its task even knows."""
-        if self._line is not None and self.instance is None:
-            self._line.leave(self.level, self)
+        if self._queue is not None and self.instance is None:
+            self._queue.drop(self)
 
 
 Start = Callable[[Sequence[tuple[Instance, InferRequest]]], Sequence[Attend]]
@@ -170,12 +173,14 @@ class InstanceQueue:
         self._line: Line[Ticket] = Line()
         self._running = 0
         self._abandoned = 0
+        self._entered = 0
+        self._left = 0
         self._mean_run = 0.0
         self._settled = trio.lowlevel.ParkingLot()
 
     def statistics(self) -> QueueStatistics:
         """How it stands, now."""
-        return QueueStatistics(self._limit, self._running, len(self._line), self._abandoned)
+        return QueueStatistics(self._limit, self._running, len(self._line), self._abandoned, self._entered, self._left)
 
     @property
     def joins(self) -> bool:
@@ -205,9 +210,11 @@ class InstanceQueue:
         level = self._queueing.level(priority)
         ticket = Ticket(life, request, rows, shapes, level)
         if self._limit is None:
+            self._entered += 1
             self._grant([ticket], 0)  # nothing tells unlimited instances apart
             return ticket
         if self._free and not self._line and self._delay <= 0:
+            self._entered += 1
             self._grant([ticket], self._free.popleft())
             return ticket
         policy = self._queueing.policy(level)
@@ -217,6 +224,7 @@ class InstanceQueue:
                 ErrorCode.UNAVAILABLE,
                 retry_after=self._retry_after(),
             )
+        self._entered += 1
         patience, delay = policy.timeout(timeout), self._delay
         if patience < math.inf or delay > 0:
             ticket.entered = self._clock()
@@ -225,7 +233,7 @@ class InstanceQueue:
                 ticket.due = ticket.entered + delay
         ticket.granted = trio.Event()
         self._line.enter(level, ticket)
-        ticket._line = self._line
+        ticket._queue = self
         if life is not None:
             life.attach(ticket)
         self._dispatch()
@@ -266,14 +274,15 @@ class InstanceQueue:
     def give_up(self, ticket: Ticket) -> None:
         """Leave: the queue, if still waiting, or the instance."""
         instance, ticket.instance = ticket.instance, None
-        if ticket._line is not None and ticket.life is not None:
+        if ticket._queue is not None and ticket.life is not None:
             ticket.life.detach(ticket)
         if instance is None:
-            self._line.leave(ticket.level, ticket)
+            self.drop(ticket)
         else:
             run = ticket._run
             assert run is not None
             self._running -= 1
+            self._left += 1
             run.held -= 1
             if instance.on_end is not None and not instance.working:  # it never worked
                 instance.on_end = None
@@ -282,6 +291,11 @@ class InstanceQueue:
                 run.abandoned = True
                 self._abandoned += 1
         self._settle()
+
+    def drop(self, ticket: Ticket) -> None:
+        """Take a ticket out of the line, if it waits there."""
+        if self._line.leave(ticket.level, ticket):
+            self._left += 1
 
     async def settled(self) -> None:
         """Return when nothing runs, nobody waits and no work is abandoned.
