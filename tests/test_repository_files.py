@@ -153,12 +153,6 @@ async def test_a_warm_up_that_fails_is_a_failure_to_load(
     assert complaint in str(caught.value)
 
 
-def test_a_model_of_sequences_is_served_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path, CONFIG + "sequence_batching { }\ninstance_group { count: 2 }")
-    ModelRepository([tmp_path]).prepare("m")
-    assert "run one by one, on any of its 2 instances" in caplog.text
-
-
 async def test_a_configuration_in_the_request_replaces_the_files(tmp_path: Path) -> None:
     async with served(write(tmp_path)) as client:
         config = {

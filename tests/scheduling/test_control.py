@@ -342,7 +342,9 @@ async def test_a_reload_swaps_when_the_new_one_is_ready_and_the_old_one_finishes
         assert first == [0.0]
 
 
-async def test_a_failing_reload_keeps_the_old_one_serving() -> None:
+async def test_a_failing_reload_keeps_the_old_one_serving_and_says_so_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     models = Source({"m": lambda count: [Runner("m", generation=count, fails="broken" if count == 1 else "")]})
     async with stage(models) as on:
         models.prints["m"] = 1
@@ -354,6 +356,7 @@ async def test_a_failing_reload_keeps_the_old_one_serving() -> None:
         assert on.control.ready
         assert (await on.states())["m:1"] == State("READY")
         assert models.disposed == ["m"]
+        assert [record.getMessage() for record in caplog.records] == ["model 'm' can't be loaded: broken"]
 
 
 async def test_a_reload_that_failed_fails_again_until_the_model_is_mended() -> None:

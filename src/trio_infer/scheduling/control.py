@@ -339,6 +339,8 @@ class ModelControl:
             try:
                 await job()
             except (SetupError, InferError) as error:
+                if isinstance(error, ModelLoadError) and not isinstance(error, UnknownModelError):
+                    log.warning("%s", error)  # whoever asked may have left, and need not be who can mend it
                 failure.append(error)
             except BaseException:  # Cancelled, perhaps in a group
                 failure.append(InferError("cancelled: the server is shutting down", ErrorCode.UNAVAILABLE))
