@@ -252,3 +252,37 @@ async def test_higher_priorities_go_first_and_each_level_has_its_own_bounds(auto
         refused = await at.asked([7], parameters={"priority": 3})
         assert isinstance(refused.error, InferError)
     assert model.runs == [[0], [3], [6], [2], [4], [5], [1]]
+
+
+class Leaver(Doubler):
+    """Ends by what `except Exception` doesn't catch: with itself, or beside a `Cancelled` in its own nursery."""
+
+    async def infer(self, request: InferRequest) -> Any:
+        if (request.inputs["x"] == 13).any():
+            raise SystemExit(3)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            try:
+                answer = await super().infer(request)
+            except trio.Cancelled:
+                raise ValueError("an untidy end") from None
+            nursery.cancel_scope.cancel()
+        return answer
+
+
+async def test_what_a_model_leaves_its_batch_by_ends_the_batch_and_not_the_server(
+    autojump_clock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Leaver()
+    async with desk(NativeRunner(model)) as at:
+        guests = [await at.asked([n]) for n in (1, 13, 2)]
+        await trio.sleep(1.5)
+        exits = [guest.error for guest in guests[1:]]
+        leaving = [await at.asked([n]) for n in (3, 4, 5)]
+        await trio.sleep(1.5)
+        for guest in leaving[1:]:
+            guest.leave()
+        last = await at.asked([6])
+    assert [str(error) for error in exits] == ["the model left its batch by SystemExit: 3"] * 2
+    assert last.values == [[12]]
+    assert sum("an untidy end" in (record.exc_text or "") for record in caplog.records) == 1

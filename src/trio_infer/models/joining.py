@@ -13,6 +13,7 @@ the others get their answers late.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -34,6 +35,8 @@ does so in a thread, that gets the GIL between two ticks, and not after all thei
 3 ms between two batches in place of 5 (measured)."""
 
 Infer = Callable[[InferRequest], Awaitable[InferResponse]]
+
+log: logging.Logger = logging.getLogger("trio_infer.models")
 
 
 def join(requests: Sequence[InferRequest]) -> InferRequest:
@@ -92,7 +95,7 @@ def begin_joined(infer: Infer, batch: Sequence[tuple[Instance, InferRequest]], n
         infer: the model, for one request.
         name: the model's.
     """
-    joined = _Joined(infer, [_Member(instance, request) for instance, request in batch])
+    joined = _Joined(infer, [_Member(instance, request) for instance, request in batch], name)
     for instance, _ in batch:
         instance.begin()
     trio.lowlevel.spawn_system_task(joined.run, name=f"<batch of {name}>")
@@ -121,8 +124,9 @@ class _Member:
 
 
 class _Joined:
-    def __init__(self, infer: Infer, members: Sequence[_Member]) -> None:
+    def __init__(self, infer: Infer, members: Sequence[_Member], name: str) -> None:
         self.members = members
+        self._name = name
         self._infer = infer
         self._scope = trio.CancelScope()
 
@@ -147,6 +151,12 @@ class _Joined:
         try:
             with self._scope:
                 results = await self._results(members)
+        except trio.Cancelled:
+            raise  # the run ends
+        except BaseException as error:  # `sys.exit`, or what was raised beside a `Cancelled`; here it would stop trio
+            log.exception("model '%s' left its batch by %s", self._name, type(error).__name__)
+            text = f"the model left its batch by {type(error).__name__}: {error}"
+            results = [InferError(text, ErrorCode.INTERNAL) for _ in members]
         finally:
             for member in self.members:
                 member.instance.end()
