@@ -409,3 +409,32 @@ class LoopMachine(RuleBasedStateMachine):
 
 LoopMachine.TestCase.settings = settings(max_examples=EXAMPLES or 500, stateful_step_count=25, deadline=None)
 TestLoop = LoopMachine.TestCase
+
+
+@attrs.define(eq=False)
+class Leaver(Counter):
+    """Ends a step by `sys.exit`, and gives one prompt that has no dimension."""
+
+    def start(self, request: InferRequest) -> Prompt:
+        prompt = super().start(request)
+        return Prompt(7, 3) if prompt.tokens == [7] else prompt  # type: ignore[arg-type]  # that's the point
+
+    def step(self, active: Active) -> Array:
+        if (active.tokens >= 13).any():
+            raise SystemExit(3)
+        return super().step(active)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+async def test_whatever_a_model_raises_or_starts_with_fails_its_own_requests_only(threaded: bool) -> None:
+    async with desk(TokenRunner(Leaver(threaded=threaded))) as at:
+        odd, good = at.ask(3, 7), at.ask(3, 1)
+        await odd.done.wait()
+        await good.done.wait()
+        exits = at.ask(3, 12)
+        await exits.done.wait()
+        last = at.ask(2, 1)
+    assert str(odd.error) == "`start` must give tokens in one dimension, got shape []"
+    assert good.error is None
+    assert str(exits.error) == "`step` raised SystemExit: 3"
+    assert last.error is None

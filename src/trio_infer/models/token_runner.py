@@ -289,8 +289,11 @@ class TokenRunner(NativeRunner):
     def _start(self, generation: Generation) -> None:
         if generation.prompt.size:
             return
-        prompt = self.model.start(generation.request)
-        generation.prompt = np.asarray(prompt.tokens, np.int64)
+        prompt = _ask(self.model.start, generation.request)
+        tokens = np.asarray(prompt.tokens, np.int64)
+        if tokens.ndim != 1:
+            raise InferError(f"`start` must give tokens in one dimension, got shape {list(tokens.shape)}")
+        generation.prompt = tokens
         generation.max_tokens, generation.state = prompt.max_tokens, prompt.state
         if not generation.prompt.size or prompt.max_tokens < 1:
             got = f"{generation.prompt.size} and {prompt.max_tokens}"
@@ -303,7 +306,7 @@ class TokenRunner(NativeRunner):
             return []
         self._statistics.prefills += 1
         try:
-            tokens = _checked(self.model.prefill(generations), len(generations), "prefill")
+            tokens = _checked(_ask(self.model.prefill, generations), len(generations), "prefill")
             return list(zip(generations, tokens, strict=True))
         except Exception as error:
             if len(generations) > 1:
@@ -321,7 +324,7 @@ class TokenRunner(NativeRunner):
             generations,
         )
         try:
-            tokens = _checked(self.model.step(active), len(generations), "step")
+            tokens = _checked(_ask(self.model.step, active), len(generations), "step")
         except Exception as error:
             first = _Said(error=error)  # the log has its traceback once
             rest = [InferError(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL) for _ in generations[1:]]
@@ -337,9 +340,9 @@ class TokenRunner(NativeRunner):
             ended = token == self.model.end_token
             if not ended:
                 generation.tokens.append(token)
-                self._say(self.model.output(generation, token), said)
+                self._say(_ask(self.model.output, generation, token), said)
             if ended or len(generation.tokens) >= generation.max_tokens:
-                self._say(self.model.finish(generation), said)
+                self._say(_ask(self.model.finish, generation), said)
                 said.done = True
         except Exception as error:
             said.error = error
@@ -368,6 +371,21 @@ def portions(lengths: Sequence[int], budget: int, *, chunked: bool) -> list[int]
         parts.append(part)
         budget -= part
     return parts
+
+
+def _ask(method: Callable[..., Any], *args: Any) -> Any:
+    """Call the model's code. What `except Exception` lets pass, such as `sys.exit`, would stop trio in the loop's task.
+
+    Raises:
+        Exception: the model's; an InferError in place of what is none.
+    """
+    try:
+        return method(*args)
+    except Exception:
+        raise
+    except BaseException as error:
+        text = f"`{method.__name__}` raised {type(error).__name__}: {error}"
+        raise InferError(text, ErrorCode.INTERNAL) from error
 
 
 def _checked(tokens: Array, count: int, method: str) -> list[int]:
