@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from desk import EXAMPLES, Desk, Guest, desk
-from trio_infer import CancelReason, InferError, Life, Outcome
+from trio_infer import CancelReason, InferError, InferRequest, Life, Outcome
 from trio_infer.errors import ModelLoadError
 from trio_infer.models.repository import find_models
 from trio_infer.protocol.model_config import ModelConfig
@@ -211,6 +211,61 @@ async def test_one_that_waits_in_the_backlog_leaves_and_nobody_else_notices(
         assert at.model.statistics().waiting == 1
     assert [run["x"] for run in runs(served)] == [[1], [3]]
     assert stays.values == [[3]]
+
+
+async def test_who_is_next_in_the_backlog_looks_for_an_idle_sequence_when_the_one_in_front_has_gone(
+    tmp_path: Path, autojump_clock: Any
+) -> None:
+    served = runner(tmp_path, "max_sequence_idle_microseconds: 5000000 direct { }", rows=1)
+    async with desk(served) as at:
+        one, two, three = (Speaker(at, key) for key in (1, 2, 3))
+        await one.said(1, start=True)
+        leaves, stays = await two.said(2, start=True), await three.said(3, start=True, end=True)
+        await trio.sleep(2)
+        leaves.leave()
+        with trio.move_on_after(20):
+            await stays.done.wait()
+        stays.leave()
+    assert stays.ended_at == pytest.approx(7), "1 s at work, 5 s idle, 1 s at work"
+
+
+async def test_a_second_idle_sequence_loses_its_slot_while_the_one_that_took_the_first_one_s_is_at_work(
+    tmp_path: Path, autojump_clock: Any
+) -> None:
+    code = CODE.replace("sleep(1)", "sleep(100 if x['x'][0, 0] == 100 else 1)")
+    served = runner(tmp_path, "max_sequence_idle_microseconds: 5000000 direct { }", rows=1, instances=2, code=code)
+    async with desk(served) as at:
+        one, two, three, four = (Speaker(at, key) for key in (1, 2, 3, 4))
+        await one.said(1, start=True)
+        await trio.sleep(0.5)
+        await two.said(2, start=True)
+        long, short = await three.said(100, start=True, end=True), await four.said(4, start=True, end=True)
+        await short.done.wait()
+    assert short.ended_at == pytest.approx(7.5)
+    assert long.ended_at == pytest.approx(106)
+
+
+async def test_a_request_that_is_cancelled_from_around_leaves_the_backlog_with_its_sequence(
+    tmp_path: Path, autojump_clock: Any
+) -> None:
+    served = runner(tmp_path, "max_sequence_idle_microseconds: 5000000 direct { }", rows=1)
+    async with desk(served) as at:
+        one, three = Speaker(at, 1), Speaker(at, 3)
+        await one.said(1, start=True)
+
+        async def nobody(_: Any) -> None:
+            raise AssertionError
+
+        inputs = {"x": np.float32([[2]])}
+        for leaves_after in (0.5, 1):
+            with trio.move_on_after(leaves_after):
+                request = InferRequest("m", "1", inputs, parameters={"sequence_id": 2, "sequence_start": True})
+                await at.model.infer(Life(), request, nobody)
+        stays = await three.said(3, start=True, end=True)
+        await stays.done.wait()
+        late = await Speaker(at, 2).said(5)
+    assert stays.ended_at == pytest.approx(7)
+    assert late.error is not None, "it must START anew"
 
 
 async def test_a_failed_request_does_not_end_its_sequence(tmp_path: Path, autojump_clock: Any) -> None:

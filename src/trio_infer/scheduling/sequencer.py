@@ -126,6 +126,9 @@ class Sequencer:
                         raise
                     member.start = False
                     await trio.lowlevel.checkpoint()
+        except trio.Cancelled:  # also without a cancel of its life, as when another step of an ensemble has failed
+            self._table.strike(member)
+            raise
         finally:
             life.detach(member)
             self._table.leave(member)

@@ -152,9 +152,7 @@ class SequenceTable:
             self._close(sequence)
         elif not sequence.members:
             self._idle[sequence] = self._clock()
-            for waits in self._backlog:  # that this one became idle, its time may come
-                waits.members[0].news.set()
-                break
+            self._alert()
         else:
             self._advance(sequence)
 
@@ -199,6 +197,14 @@ class SequenceTable:
             self._free.append(sequence.instance)
             sequence.instance = None
         self._fill()
+        self._alert()
+
+    def _alert(self) -> None:
+        """Have the first of the backlog look when its time may come: it is new there, or somebody has become idle."""
+        if self._idle:
+            for waits in self._backlog:
+                waits.members[0].news.set()
+                break
 
     def _fill(self) -> None:
         """Give free slots to the backlog."""
