@@ -254,6 +254,23 @@ async def test_higher_priorities_go_first_and_each_level_has_its_own_bounds(auto
     assert model.runs == [[0], [3], [6], [2], [4], [5], [1]]
 
 
+class Shapes(Doubler):
+    async def infer(self, request: InferRequest) -> Any:
+        await trio.sleep(1)
+        self.runs.append(list(request.inputs["x"].shape))
+        return {"y": request.inputs["x"] * 2}
+
+
+async def test_requests_without_rows_are_joined_and_take_room_like_others(autojump_clock: Any) -> None:
+    model = Shapes()
+    async with desk(NativeRunner(model)) as at:
+        first = await at.asked([1])
+        empty = [at.ask() for _ in range(6)]
+    assert all(guest.error is None for guest in (first, *empty))
+    assert model.runs == [[1, 1], [0], [0]], "four, and two"
+    assert trio.current_time() == pytest.approx(3)
+
+
 class Leaver(Doubler):
     """Ends by what `except Exception` doesn't catch: with itself, or beside a `Cancelled` in its own nursery."""
 

@@ -208,7 +208,7 @@ class InstanceQueue:
             InferError: UNAVAILABLE: the queue is full.
         """
         level = self._queueing.level(priority)
-        ticket = Ticket(life, request, rows, shapes, level)
+        ticket = Ticket(life, request, max(rows, 1), shapes, level)  # one without rows takes room, too
         if self._limit is None:
             self._entered += 1
             self._grant([ticket], 0)  # nothing tells unlimited instances apart
