@@ -326,6 +326,43 @@ async def test_loading_an_ensemble_loads_its_models_and_unloading_takes_those_al
         assert "while it is loaded itself" in refused.json["error"]
 
 
+ONE = {"in": "in"}, {"out": "out"}
+
+
+async def test_an_ensemble_that_is_loaded_again_can_not_ask_itself_nor_too_many_below_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "double", 'backend: "trio_infer"', STAGE.replace("FACTOR", "2"))
+    below = {"e": ("double", {"x": "in"}, {"y": "out"}), "f": ("e", *ONE), "g": ("f", *ONE)}
+    for name, step in below.items():
+        write(tmp_path, name, str(ensemble(step, name=name).config.message))
+    control = ControlPolicy(model_control_mode="explicit")
+    async with serving(repository=ModelRepository([tmp_path]), control=control, memory=True) as served:
+        client = served.connect_in_memory()
+
+        async def load(name: str, asks: str = "") -> str:
+            if asks:
+                config = str(ensemble((asks, *ONE), name=name).config.message)
+                (tmp_path / name / "config.pbtxt").write_text(config)
+            head = f"POST /v2/repository/models/{name}/load HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\n\r\n{{}}"
+            answer = await client.ask(head.encode())
+            return "" if answer.status == 200 else str(answer.json["error"])
+
+        assert await load("g") == ""
+        assert "one of its steps asks the ensemble itself" in await load("e", asks="e")
+        assert "one of its steps asks the ensemble itself, 2 ensembles further" in await load("e", asks="g")
+        assert (await client.ask(infer(1, model="g"))).json["outputs"][0]["data"] == [2], "the old one serves on"
+        for number in range(300):
+            write(tmp_path, f"n{number}", str(ensemble((f"n{number + 1}", *ONE), name=f"n{number}").config.message))
+        write(tmp_path, "n300", (tmp_path / "f/config.pbtxt").read_text().replace('name: "f"', 'name: "n300"'))
+        assert "ensembles of ensembles can be 50 deep" in await load("n0"), "and the server lives"
+        for number in range(300, 253, -1):
+            assert await load(f"n{number}") == ""
+        assert (await client.ask(infer(1, model="n254"))).json["outputs"][0]["data"] == [2]
+        monkeypatch.setattr("trio_infer.scheduling.control.DEEPEST", 40)
+        assert "ensembles of ensembles can be 40 deep" in await load("n253")
+
+
 @attrs.define(eq=False)
 class Node(Model):
     """Adds what it gets."""

@@ -45,6 +45,9 @@ log: logging.Logger = logging.getLogger("trio_infer")
 POLLED: Final = "explicit model load / unload is not allowed if polling is enabled"
 """Triton's words, in mode none as well."""
 
+DEEPEST: Final = 50
+"""Ensembles below each other; each takes some frames of the stack while it is loaded, and when it is cancelled."""
+
 
 @attrs.define(eq=False)
 class _Entry:
@@ -427,6 +430,7 @@ class ModelControl:
             return
         try:
             self._check_ring(asker, name)
+            self._check_depth(asker)
             self._asks[asker] = name
             if name in self._given:
                 await self._load_given(name, self._given[name])
@@ -436,6 +440,28 @@ class ModelControl:
             raise ModelLoadError(asker, f"one of its steps asks model '{name}': {error}") from None
         finally:
             self._asks.pop(asker, None)
+
+    def _check_depth(self, asker: str) -> None:
+        """Whether not too many wait for this one already, each for the next."""
+        askers = {asked: who for who, asked in self._asks.items()}
+        depth = 1
+        while asker in askers:
+            asker, depth = askers[asker], depth + 1
+        if depth > DEEPEST:
+            raise InferError(f"ensembles of ensembles can be {DEEPEST} deep")
+
+    def _check_nesting(self, copy: Copy) -> None:
+        """Whether an ensemble that is about to be served does not ask itself, by what is served now."""
+        depth, asked = 0, {name for model in copy.models for name in model.requires}
+        while asked:
+            depth += 1
+            if copy.name in asked:
+                how = "one of its steps asks the ensemble itself"
+                raise ModelLoadError(copy.name, how if depth == 1 else f"{how}, {depth - 1} ensembles further")
+            if depth > DEEPEST:
+                raise ModelLoadError(copy.name, f"ensembles of ensembles can be {DEEPEST} deep")
+            served = [found for found in map(self._serving, asked) if found is not None]
+            asked = {name for found in served for model in found.models for name in model.requires}
 
     async def _bring_up(
         self, name: str, entry: _Entry, runners: Sequence[Runner], dispose: Callable[[], None] | None
@@ -470,6 +496,7 @@ class ModelControl:
                     nursery.start_soon(load, model)
             if failures:
                 raise failures[0]
+            self._check_nesting(copy)
         except BaseException as error:
             entry.states = before
             if isinstance(error, ModelLoadError) and entry.serving is None:
