@@ -8,17 +8,25 @@ that model's queue like anybody's, and may share a batch with anybody's.
 The first step that fails decides: the others are cancelled, and the client is told which step it was. Errors are noted
 where they happen and raised outside of all nurseries, so that no exception group reaches anybody.
 
-A response of a decoupled step is carried through all that depends on it before the step gives its next one. So the
-ensemble's responses are in order, and no more than one is on its way (`max_inflight_requests`, which upstream has for
-bounding that, is met by any value).
+Each response of a decoupled step is carried through all that depends on it by a task of its own, so those steps may run
+for several of them at once (and share batches); what comes of them is sent in the order of the responses. What may hold
+up a decoupled step:
+
+- the client, while it doesn't read: as with any model, the response that is being sent holds up the next one.
+- `max_inflight_requests`, if the configuration has it: so many responses are on their way.
+- nothing else. Were a step held up while the next one waits in a queue, it would keep its own instance meanwhile, and
+  two ensembles that use two models in opposite order, or one that uses a model twice, could wait for each other for
+  ever. (It was so at first. With `max_inflight_requests` it can still happen, as upstream; a deadline ends it.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Literal, TypeAlias
 
 import attrs
 import trio
@@ -85,7 +93,7 @@ class EnsembleRunner:
                 what = f"{step.label}{f' version {step.version}' if step.version else ''} is not served"
                 raise ModelLoadError(self.config.name, what, where=self.config.where)
             signatures[step] = signature
-        self._plan.check(signatures, batched=self.signature.max_batch_size > 0)
+        self._plan.check(signatures, max_batch_size=self.signature.max_batch_size)
         self._streams = frozenset(step for step, signature in signatures.items() if signature.decoupled)
         self.config = self.config.with_decoupled(bool(self._streams))
         self.signature = attrs.evolve(self.signature, decoupled=bool(self._streams))
@@ -142,6 +150,22 @@ class _Tensors:
         return self._arrays[name]
 
 
+_Then: TypeAlias = Callable[[_Tensors], Awaitable[None]]
+
+
+@attrs.define(eq=False)
+class _Carried:
+    """A response of a decoupled step on its way through what depends on it.
+
+    Attributes:
+        turn: set when all before it have arrived.
+        sent: while what came of it is being sent, or waits for its turn to be.
+    """
+
+    turn: trio.Event = attrs.field(factory=trio.Event)
+    sent: trio.Event | None = None
+
+
 @attrs.define(eq=False)
 class _Run:
     """One request."""
@@ -153,7 +177,7 @@ class _Run:
     request: InferRequest
     send: Send
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
-    failures: dict[int, Exception] = attrs.field(factory=dict)
+    failure: Exception | None = None
 
     async def run(self) -> None:
         wanted = [spec.name for spec in self.plan.outputs]
@@ -170,12 +194,16 @@ class _Run:
             await self.send(InferResponse({name: array for name, array in outputs.items() if array is not None}))
 
         with self.scope:
-            await self._all(steps, tensors, answer)
-        if self.failures:
-            raise self.failures[min(self.failures)]
+            await self._all(steps, tensors, answer, lambda: True)
+        if self.failure is not None:
+            raise self.failure
 
-    async def _all(self, steps: Sequence[Step], tensors: _Tensors, then: Callable[[_Tensors], Any]) -> None:
-        """Run the steps, and then what comes of them; for each response of a decoupled one of them."""
+    async def _all(self, steps: Sequence[Step], tensors: _Tensors, then: _Then, first: Callable[[], bool]) -> None:
+        """Run the steps, and then what comes of them; for each response of a decoupled one of them.
+
+        Args:
+            first: whether all that was given before has been sent; once true, it stays so.
+        """
         stream = next((step for step in steps if step in self.streams), None)
         after = self.plan.after(stream, steps) if stream is not None else ()
         async with trio.open_nursery() as nursery:
@@ -183,9 +211,9 @@ class _Run:
                 if step is not stream and step not in after:
                     nursery.start_soon(self._once, step, tensors)
             if stream is not None:
-                await self._each(stream, after, tensors, then)
+                await self._each(stream, after, tensors, then, first)
         if stream is None:
-            await self._or_fail(AFTER, then, tensors)
+            await self._or_fail(then, tensors)
 
     async def _once(self, step: Step, tensors: _Tensors) -> None:
         responses: list[InferResponse] = []
@@ -193,27 +221,53 @@ class _Run:
         async def keep(response: InferResponse) -> None:
             responses.append(response)
 
-        await self._or_fail(step.number, self._ask, step, tensors, keep)
+        await self._or_fail(self._ask, step, tensors, keep)
         if len(responses) != 1:
             gave = InferError(f"gave {len(responses)} responses in place of one", ErrorCode.INTERNAL)
-            await self._fail(step.number, self._named(step, gave))
+            await self._fail(self._named(step, gave))
         await self._put(step, responses[0], tensors)
 
     async def _each(
-        self, step: Step, after: Sequence[Step], tensors: _Tensors, then: Callable[[_Tensors], Any]
+        self, step: Step, after: Sequence[Step], tensors: _Tensors, then: _Then, first: Callable[[], bool]
     ) -> None:
-        async def pass_on(response: InferResponse) -> None:
+        room = trio.CapacityLimiter(self.plan.most_in_flight or math.inf)
+        carried: deque[_Carried] = deque()
+
+        async def carry(response: InferResponse, me: _Carried) -> None:
+            async def then_in_turn(found: _Tensors) -> None:
+                me.sent = sent = trio.Event()
+                await me.turn.wait()
+                await then(found)
+                me.sent = None
+                sent.set()
+
             here = _Tensors(_made_by([step, *after]), tensors)
             await self._put(step, response, here)
-            await self._all(after, here, then)
+            await self._all(after, here, then_in_turn, lambda: first() and me.turn.is_set())
+            if not me.turn.is_set():  # a decoupled step among them has given nothing
+                await me.turn.wait()
+            carried.popleft()
+            room.release_on_behalf_of(me)
+            if carried:
+                carried[0].turn.set()
 
-        await self._or_fail(step.number, self._ask, step, tensors, pass_on)
+        async def pass_on(response: InferResponse) -> None:
+            await room.acquire_on_behalf_of(me := _Carried())
+            if not carried:
+                me.turn.set()
+            carried.append(me)
+            nursery.start_soon(carry, response, me)
+            while first() and carried and (sent := carried[0].sent) is not None:
+                await sent.wait()
+
+        async with trio.open_nursery() as nursery:
+            await self._or_fail(self._ask, step, tensors, pass_on)
 
     async def _put(self, step: Step, response: InferResponse, tensors: _Tensors) -> None:
         for name, tensor in step.outputs.items():
             if name not in response.outputs:
                 missing = InferError(f"gave no output '{name}'", ErrorCode.INTERNAL)
-                await self._fail(step.number, self._named(step, missing))
+                await self._fail(self._named(step, missing))
             tensors.put(tensor, response.outputs[name])
 
     async def _ask(self, step: Step, tensors: _Tensors, send: Send) -> None:
@@ -236,21 +290,18 @@ class _Run:
             return InferError(f"{what}{type(error).__name__}: {error}", ErrorCode.INTERNAL)
         return InferError(what + error.message, error.code, status=error.status, retry_after=error.retry_after)
 
-    async def _or_fail(self, number: int, call: Callable[..., Any], *args: Any) -> None:
+    async def _or_fail(self, call: Callable[..., Any], *args: Any) -> None:
         try:
             await call(*args)
         except Exception as error:
-            await self._fail(number, error)
+            await self._fail(error)
 
-    async def _fail(self, number: int, error: Exception) -> None:
-        """The whole request fails: stop all steps."""
-        self.failures.setdefault(number, error)
-        self.scope.cancel(reason=f"step {number} of the ensemble failed")
+    async def _fail(self, error: Exception) -> None:
+        """The whole request fails: stop all steps. What they say to that is of no interest."""
+        if self.failure is None:
+            self.failure = error
+            self.scope.cancel(reason="a step of the ensemble failed")
         await trio.lowlevel.checkpoint()
-
-
-AFTER: Final = 2**31
-"""The place of what follows the last step, in the order of steps."""
 
 
 def _made_by(steps: Iterable[Step]) -> list[str]:

@@ -52,12 +52,14 @@ class EnsemblePlan:
         name: the ensemble's.
         inputs, outputs: the ensemble's own tensors.
         steps: in an order in which they could run one by one.
+        most_in_flight: responses of one decoupled step that may be on their way at once; 0 for any number.
     """
 
     name: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     steps: tuple[Step, ...]
+    most_in_flight: int = 0
 
     @classmethod
     def of_config(cls, config: ModelConfig) -> EnsemblePlan:
@@ -79,7 +81,9 @@ class EnsemblePlan:
             raise ModelLoadError(config.name, reason, where=config.where) from None
         except ValueError as error:
             raise ModelLoadError(config.name, str(error), where=config.where) from None
-        return cls(config.name, config.inputs, config.outputs, tuple(step for step in order if step is not None))
+        steps = [step for step in order if step is not None]
+        most = int(config.message.ensemble_scheduling.max_inflight_requests)
+        return cls(config.name, config.inputs, config.outputs, tuple(steps), most)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -96,21 +100,28 @@ class EnsemblePlan:
                 wanted |= set(step.inputs.values())
         return tuple(reversed(needed))
 
-    def check(self, signatures: Mapping[Step, Signature], *, batched: bool) -> None:
+    def check(self, signatures: Mapping[Step, Signature], *, max_batch_size: int) -> None:
         """Whether the models fit each other and the ensemble's own tensors.
 
         Args:
             signatures: of each step's model.
-            batched: whether the ensemble's tensors have a batch dimension.
+            max_batch_size: the ensemble's own; 0 if its tensors have no batch dimension.
 
         Raises:
             ModelLoadError: a name that the model doesn't have, a required input that nothing goes to, other datatypes
-                or dims, two decoupled steps of which neither depends on the other.
+                or dims, smaller batches than the ensemble takes, two decoupled steps of which neither depends on the
+                other.
         """
+        batched = max_batch_size > 0
         known = {spec.name: ("the ensemble", spec, batched) for spec in self.inputs}
         for step in self.steps:
             signature = signatures[step]
             has_batch = signature.max_batch_size > 0
+            if has_batch and signature.max_batch_size < max_batch_size:
+                raise self._broken(
+                    f"ensemble '{self.name}' allows maximum batch size {max_batch_size}, but it contains model "
+                    f"'{step.model}' which only allows maximum batch size to be {signature.max_batch_size}"
+                )
             inputs = {spec.name: spec for spec in signature.inputs}
             for name, tensor in step.inputs.items():
                 if name not in inputs:
@@ -150,14 +161,16 @@ class EnsemblePlan:
             raise self._broken(
                 f"tensor '{tensor}' is {out.datatype.value} from {maker}, but {into.datatype.value} for {taker}"
             )
-        if batch_out != batch_into:
-            return  # a batch dimension is an ordinary one for the other side, and its size is known only then
-        alike = len(out.shape) == len(into.shape) and all(
-            one == other or -1 in (one, other) for one, other in zip(out.shape, into.shape, strict=True)
+        dims_out, dims_into = list(out.shape), list(into.shape)
+        if batch_out != batch_into:  # for the other side the batch is an ordinary dimension, of any size
+            dims_out, dims_into = [-1] * batch_out + dims_out, [-1] * batch_into + dims_into
+        alike = len(dims_out) == len(dims_into) and all(
+            one == other or -1 in (one, other) for one, other in zip(dims_out, dims_into, strict=True)
         )
         if not alike:
+            batch = "" if batch_out == batch_into else ", with the batch dimension that only one of them has"
             raise self._broken(
-                f"tensor '{tensor}' has dims {list(out.shape)} from {maker}, but {list(into.shape)} for {taker}"
+                f"tensor '{tensor}' has dims {dims_out} from {maker}, but {dims_into} for {taker}{batch}"
             )
 
 
