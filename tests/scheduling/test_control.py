@@ -47,6 +47,7 @@ class Runner:
     instances: int | None = None
     stops: Any = "checkpoint"
     on_disconnect: Any = None
+    requires: tuple[str, ...] = ()
     _killed: trio.Event = attrs.field(factory=trio.Event)
 
     @property
@@ -517,6 +518,32 @@ async def test_poll_mode_follows_the_repositories_and_tries_a_broken_model_again
         with trio.fail_after(5):
             await models.looked_at(3)
         assert on.catalog.find("broken", None) is not None
+
+
+async def test_poll_mode_loads_what_an_ensemble_asks_once_and_tries_the_ensemble_again_when_that_is_mended() -> None:
+    models = source("old")
+    async with stage(models, "poll", repository_poll_secs=0.05) as on:
+        models.makers["a"] = lambda _: [Runner("a", requires=("b", "c"))]
+        models.makers["b"] = lambda _: [Runner("b", requires=("c",))]
+        models.makers["c"] = lambda _: [Runner("c")]
+        models.makers["x"] = lambda _: [Runner("x", requires=("y",))]
+        models.makers["y"] = lambda count: [Runner("y", fails="" if count > 1 else "broke")]
+        with trio.fail_after(5):
+            await models.looked_at(3)
+        made = Counter(runner.name for runner in models.made)
+        assert (made["a"], made["b"], made["c"]) == (1, 1, 1)
+        assert on.catalog.find("a", None) is not None
+        assert on.catalog.find("x", None) is None
+        assert "asks model 'y'" in (await on.states())["x:1"].reason  # type: ignore[union-attr]
+        models.prints["y"] = 1
+        with trio.fail_after(5):
+            await models.looked_at(3)
+        assert on.catalog.find("y", None) is not None
+        assert on.catalog.find("x", None) is not None, "though nothing of its own has changed"
+        del models.makers["c"]
+        with trio.fail_after(5):
+            await models.looked_at(3)
+        assert on.catalog.find("a", None) is not None, "its requests fail, and say why"
 
 
 ACTIONS = st.lists(

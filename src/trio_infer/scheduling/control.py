@@ -64,6 +64,8 @@ class _Entry:
     """That of what is served."""
     own: bool = False
     """Whether what is served was loaded with a configuration or files of its own, not from the repository as it is."""
+    lacks: str = ""
+    """The model, asked by one of its steps, for want of which it couldn't be loaded."""
 
 
 class ModelControl:
@@ -218,7 +220,7 @@ class ModelControl:
         async def reload(name: str) -> None:
             async with limiter:
                 try:
-                    await self._load(name)
+                    await self._load(name, unless_same=True)  # an ensemble may have asked for it first
                 except ModelLoadError as error:
                     log.error("%s", error)
 
@@ -227,6 +229,11 @@ class ModelControl:
                 nursery.start_soon(reload, name)
             for name in unload:
                 nursery.start_soon(self._unload, name)
+        async with trio.open_nursery() as nursery:
+            for name, entry in self._entries.items():
+                if name in found and entry.lacks and self._serving(entry.lacks) is not None:
+                    entry.lacks = ""
+                    nursery.start_soon(reload, name)
 
     # -- On request -------------------------------------------------------------------------------------------------
 
@@ -281,7 +288,7 @@ class ModelControl:
 
     def _dependents(self, name: str) -> list[str]:
         """The models that only this one's steps ask, at any depth."""
-        needs = {copy.name: {each for model in copy.models for each in model.requires} for copy in self._serving_all()}
+        needs = {copy.name: copy.requires for copy in self._serving_all()}
         going = [name]
         for one in going:
             others = {need for other, needed in needs.items() if other not in going for need in needed}
@@ -417,7 +424,7 @@ class ModelControl:
             await self._bring_up(name, entry, runners, None)
 
     async def _require_all(self, copy: Copy) -> None:
-        for required in sorted({required for model in copy.models for required in model.requires}):
+        for required in sorted(copy.requires):
             await self._require(copy.name, required)
 
     async def _require(self, asker: str, name: str) -> None:
@@ -437,6 +444,7 @@ class ModelControl:
             else:
                 await self._load(name, unless_same=True)
         except (ModelLoadError, InferError) as error:
+            self._entry(asker).lacks = name
             raise ModelLoadError(asker, f"one of its steps asks model '{name}': {error}") from None
         finally:
             self._asks.pop(asker, None)
@@ -452,16 +460,16 @@ class ModelControl:
 
     def _check_nesting(self, copy: Copy) -> None:
         """Whether an ensemble that is about to be served does not ask itself, by what is served now."""
-        depth, asked = 0, {name for model in copy.models for name in model.requires}
+        depth, asked = 0, set(copy.requires)
         while asked:
             depth += 1
             if copy.name in asked:
-                how = "one of its steps asks the ensemble itself"
+                how = "circular dependency between ensembles: one of its steps asks the ensemble itself"
                 raise ModelLoadError(copy.name, how if depth == 1 else f"{how}, {depth - 1} ensembles further")
             if depth > DEEPEST:
                 raise ModelLoadError(copy.name, f"ensembles of ensembles can be {DEEPEST} deep")
             served = [found for found in map(self._serving, asked) if found is not None]
-            asked = {name for found in served for model in found.models for name in model.requires}
+            asked = {name for found in served for name in found.requires}
 
     async def _bring_up(
         self, name: str, entry: _Entry, runners: Sequence[Runner], dispose: Callable[[], None] | None
@@ -469,7 +477,7 @@ class ModelControl:
         """Load a model's versions, and swap them in. Under the entry's lock."""
         copy = Copy(name, [ServedModel(runner) for runner in runners], dispose)
         self._copies.add(copy)
-        entry.wanted, entry.reason = True, ""
+        entry.wanted, entry.reason, entry.lacks = True, "", ""
         versions = [runner.signature.version for runner in runners]
         self._catalog.know(name, versions)
         before = dict(entry.states)
@@ -496,7 +504,7 @@ class ModelControl:
                     nursery.start_soon(load, model)
             if failures:
                 raise failures[0]
-            self._check_nesting(copy)
+            self._check_nesting(copy)  # in one step with what follows: those that it asks may be replaced, too
         except BaseException as error:
             entry.states = before
             if isinstance(error, ModelLoadError) and entry.serving is None:

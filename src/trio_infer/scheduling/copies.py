@@ -42,6 +42,11 @@ class Copy:
     dispose: Callable[[], None] | None = None
     gone: trio.Event = attrs.field(init=False, factory=trio.Event)
 
+    @property
+    def requires(self) -> frozenset[str]:
+        """The models that must be served before it is."""
+        return frozenset(name for model in self.models for name in model.requires)
+
     async def take_down(self, patience: float, *, at_once: bool = False) -> None:
         """Let its requests finish, stop those that don't, and clean up. It must not be served any more.
 
