@@ -153,7 +153,7 @@ async def batches(depth: int, seconds: float, rounds: int) -> tuple[float, float
             await trio.sleep(seconds / 5)
             done, began = 0, time.perf_counter()
             await trio.sleep(seconds)
-            found = done / (time.perf_counter() - began)
+            found = max(done, 1) / (time.perf_counter() - began)  # at least one, that a quick look has a ratio
             nursery.cancel_scope.cancel()
         await served.settled()
         return found

@@ -75,6 +75,7 @@ def test_a_cancel_decides_the_outcome_from_any_phase_and_remembers_where_it_stru
             CancelReason.REQUESTED: 499,
             CancelReason.SHUTDOWN: 503,
             CancelReason.UNLOADED: 503,
+            CancelReason.SEQUENCE: 499,
             CancelReason.DEADLINE: 504,
         }[reason]
     )
