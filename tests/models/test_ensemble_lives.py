@@ -129,6 +129,19 @@ async def test_a_model_without_batches_in_a_batched_ensemble_takes_the_batch_as_
         await Server([Matrix(), runner]).serve(listeners=[MemoryListener()])
 
 
+async def test_classes_have_the_names_that_the_step_s_model_gives_them() -> None:
+    class Labelled(Stage):
+        outputs = (TensorSpec("y", "FP32", [-1], labels=("cat", "dog")),)
+
+    asked = {"name": "out", "parameters": {"classification": 1}}
+    tensor = {"name": "in", "datatype": "FP32", "shape": [2], "data": [1, 4]}
+    inner = ensemble(("double", {"x": "in"}, {"y": "out"}), name="inner")
+    outer = ensemble(("inner", {"in": "in"}, {"out": "out"}))
+    async with serving(Labelled(seconds=0), inner, outer, memory=True) as served:
+        answer = await served.connect_in_memory().ask(post("e", "infer", {"inputs": [tensor], "outputs": [asked]}))
+        assert answer.json["outputs"][0]["data"] == ["8.000000:1:dog"]
+
+
 @attrs.frozen
 class Disk:
     """A repository, and a server that serves from it."""

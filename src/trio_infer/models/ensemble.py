@@ -80,7 +80,7 @@ class EnsembleRunner:
         self._host: Host
 
     async def load(self, host: Host) -> None:
-        """Look whether the models of its steps fit; they must be served.
+        """Look whether the models of its steps fit, and take over what they call their classes; they must be served.
 
         Raises:
             ModelLoadError: one isn't, or doesn't fit.
@@ -96,7 +96,14 @@ class EnsembleRunner:
         self._plan.check(signatures, max_batch_size=self.signature.max_batch_size)
         self._streams = frozenset(step for step, signature in signatures.items() if signature.decoupled)
         self.config = self.config.with_decoupled(bool(self._streams))
-        self.signature = attrs.evolve(self.signature, decoupled=bool(self._streams))
+        labels = {
+            tensor: spec.labels
+            for step, signature in signatures.items()
+            for spec in signature.outputs
+            if (tensor := step.outputs.get(spec.name)) is not None
+        }
+        outputs = tuple(attrs.evolve(spec, labels=spec.labels or labels[spec.name]) for spec in self.signature.outputs)
+        self.signature = attrs.evolve(self.signature, outputs=outputs, decoupled=bool(self._streams))
 
     async def run(self, instance: Instance, request: InferRequest, send: Send) -> None:
         """Run the steps that the wanted outputs depend on.
