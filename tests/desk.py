@@ -16,6 +16,7 @@ from trio_infer.models.host import NoHost
 from trio_infer.models.runner import Runner
 from trio_infer.observe.model_statistics import ModelBooks, ModelStatistics
 from trio_infer.protocol.values import InferRequest, InferResponse
+from trio_infer.scheduling.response_cache import ResponseCache
 from trio_infer.scheduling.served import ServedModel
 
 EXAMPLES: Final = int(os.environ.get("EXAMPLES", "0"))
@@ -81,7 +82,9 @@ class Desk:
     def __init__(self, model: ServedModel, nursery: trio.Nursery, watchers: Sequence[LifeWatcher] = ()) -> None:
         self.model = model
         self.statistics = ModelStatistics()
-        self.statistics.add(model.signature.name, model.signature.version, decoupled=model.signature.decoupled)
+        self.statistics.add(
+            model.signature.name, model.signature.version, decoupled=model.signature.decoupled, cached=model.cached
+        )
         self.watchers = (self.statistics, *watchers)
         self.order: list[Guest] = []
         self._nursery = nursery
@@ -116,9 +119,9 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(runner: Runner, *watchers: LifeWatcher) -> AsyncIterator[Desk]:
+async def desk(runner: Runner, *watchers: LifeWatcher, cache: ResponseCache | None = None) -> AsyncIterator[Desk]:
     """Serve a model until the block ends and all guests are gone; then everything must balance."""
-    model = ServedModel(runner)
+    model = ServedModel(runner, cache)
     await model.load(NoHost())
     model.ready = True
     try:

@@ -327,6 +327,7 @@ def test_help_groups_every_option_and_shows_defaults(
         "Which models are loaded, and when",
         "HTTP",
         "Fronts for cloud platforms",
+        "Response cache",
         "Limits",
         "Disconnects",
         "TCP keepalive",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trio_infer.protocol.datatypes import Datatype
     from trio_infer.protocol.queueing import Batching, Queueing, QueuePolicy
     from trio_infer.protocol.values import InferRequest, InferResponse, TensorSpec
+    from trio_infer.scheduling.response_cache import CacheStatistics
     from trio_infer.scheduling.ticket import QueueStatistics
     from trio_infer.server import Address, ListenError, Server, ServerStatistics
     from trio_infer.wire.primitive import DisconnectWatch, cancel_on_disconnect
@@ -34,6 +35,7 @@ __all__ = [
     "Active",
     "Address",
     "Batching",
+    "CacheStatistics",
     "CancelReason",
     "ControlPolicy",
     "Datatype",
@@ -108,6 +110,7 @@ _HOMES = {
     "InferRequest": "trio_infer.protocol.values",
     "InferResponse": "trio_infer.protocol.values",
     "TensorSpec": "trio_infer.protocol.values",
+    "CacheStatistics": "trio_infer.scheduling.response_cache",
     "QueueStatistics": "trio_infer.scheduling.ticket",
     "Address": "trio_infer.server",
     "ListenError": "trio_infer.server",

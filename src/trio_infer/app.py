@@ -114,6 +114,7 @@ def _run(options: Options, logs: LogSettings) -> int:
         traces=TraceSettings(options.traces.settings()),
         logs=logs,
         allow_client_shm=options.allow_client_shm,
+        response_cache=options.response_cache,
     )
     _allow_open_files(options)
     logger.info(

@@ -20,6 +20,9 @@ struck; it calls the canceller that the connection has attached (which cancels t
 outcome whatever else the request still does. A cancel that comes after the end changes nothing: the last byte was
 handed to the kernel.
 
+Several clients may want the same, and one run may be for all of them (a response cache lets identical requests wait for
+one answer). The run then has a life of its own, a `SharedLife`, that is cancelled when the last of theirs is.
+
 A request that a model makes of another model while it runs (BLS) is a life of its own, a *child*: it has an outcome, is
 cancelled with its parent, and knows it; watchers that count what clients ask leave children out. A model may
 make it for several requests together, and may give it up alone: so there is a stand-in between it and them.
@@ -37,7 +40,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-__all__ = ["STATUS", "CancelReason", "Life", "LifeWatcher", "LifecycleError", "Outcome", "Phase", "StandIn", "Timing"]
+__all__ = [
+    "STATUS",
+    "CacheLook",
+    "CancelReason",
+    "Life",
+    "LifeWatcher",
+    "LifecycleError",
+    "Outcome",
+    "Phase",
+    "SharedLife",
+    "StandIn",
+    "Timing",
+]
 
 
 class Phase(enum.Enum):
@@ -130,6 +145,21 @@ class Timing:
         self.leads: bool = True
 
 
+class CacheLook:
+    """What looking a request up in the response cache came to.
+
+    Attributes:
+        hit: the answer was there, or was being computed for somebody else already.
+        ns: how long it took to look, and to put the answer there afterwards.
+    """
+
+    __slots__ = ("hit", "ns")
+
+    def __init__(self, *, hit: bool, ns: int) -> None:
+        self.hit: bool = hit
+        self.ns: int = ns
+
+
 class LifeWatcher(Protocol):
     """Something that is told of each move of each life. All methods must be quick and must not raise."""
 
@@ -166,6 +196,7 @@ class Life:
         entered: `perf_counter_ns` at which each phase was entered; `struck_at` and `ended` are of that clock, too.
         rows: its batch size; 1 if the model has no batch dimension.
         timing: of its work, since an instance began on it; None before.
+        look: into the response cache; None if its model isn't cached.
         canceller: called once by `cancel`, in whatever task calls that; set by the connection's guard.
     """
 
@@ -176,6 +207,7 @@ class Life:
         "ended",
         "entered",
         "label",
+        "look",
         "model",
         "outcome",
         "parent",
@@ -207,6 +239,7 @@ class Life:
         self.struck_at: int = 0
         self.rows: int = 1
         self.timing: Timing | None = None
+        self.look: CacheLook | None = None
         self.ended: int = 0
         self.canceller: Callable[[CancelReason], None] | None = None
         for watcher in watchers:
@@ -341,6 +374,90 @@ class StandIn(Life):
         """It is needed no more."""
         for life in self._lives:
             life.detach(self)
+
+
+class SharedLife(Life):
+    """Of one run that several requests wait for. Those that it is for may come and go while it waits and runs.
+
+    It is cancelled when the last of them has left. Each of them goes through its phases; no watcher is told of it. In
+    the books the run is that of the one that came first and is still there, its *bearer*; for the others there was no
+    run, so for them looking into the cache was a hit.
+
+    Args:
+        first: whose request made it necessary.
+
+    Attributes:
+        over: whether it has come to its end, so that it needs nobody any more.
+    """
+
+    __slots__ = ("_bearer", "_members", "over")
+
+    def __init__(self, first: Life) -> None:
+        self._bearer = first
+        super().__init__(label=first.label)
+        self._watchers = first._watchers  # for the requests that its model makes
+        self._members: dict[Life, None] = {}
+        self.over: bool = False
+        self.rows = first.rows
+        self.model, self.version, self.request_id = first.model, first.version, first.request_id
+        self.join(first)
+
+    def join(self, life: Life) -> None:
+        """One more waits for it; it goes where the run is."""
+        self._members[life] = None
+        life.attach(self)
+        if self.phase is not Phase.RECEIVING:
+            life.advance(self.phase)
+
+    def leave(self, life: Life) -> None:
+        """One doesn't wait any more, whatever the reason; the last one to leave stops the run, if that isn't over."""
+        life.detach(self)
+        if life in self._members:
+            del self._members[life]
+            self._one_less(life, CancelReason.REQUESTED)
+
+    def cancel(self, reason: CancelReason) -> bool:
+        """Some of them have been cancelled; nothing comes of it while another one is there."""
+        before = self.reason
+        for life in [life for life in self._members if life.cancelled]:
+            del self._members[life]
+            self._one_less(life, reason)
+        return before is None and self.reason is not None
+
+    def _one_less(self, life: Life, reason: CancelReason) -> None:
+        if self.over:
+            return
+        if not self._members:
+            super().cancel(reason)
+        elif life is self._bearer:
+            heir = self._bearer = next(iter(self._members))
+            heir.timing, life.timing = life.timing, None
+            if heir.look is not None:
+                heir.look.hit = False
+
+    def kept(self, ns: int) -> None:
+        """The answer was put into the cache, which took so long."""
+        if self._bearer.look is not None:
+            self._bearer.look.ns += ns
+
+    def advance(self, phase: Phase) -> None:
+        """All of them go on."""
+        self.phase = phase
+        for life in self._members:
+            life.advance(phase)
+
+    @property
+    def timing(self) -> Timing | None:
+        """The bearer's."""
+        return self._bearer.timing
+
+    @timing.setter
+    def timing(self, timing: Timing | None) -> None:
+        self._bearer.timing = timing
+
+    def work_over(self) -> None:
+        """The books are told by the bearer."""
+        self._bearer.work_over()
 
 
 _NO_CHILDREN: Final[set[Cancellable]] = set()

@@ -75,9 +75,7 @@ class Ignored:
         backend_directory: backends are part of the server.
         backend_config: backends have no settings here.
         repoagent_directory: there are no repository agents.
-        cache_directory: there is no response cache.
-        cache_config: there is no response cache.
-        response_cache_byte_size: there is no response cache.
+        cache_directory: the response cache is part of the server.
         rate_limit: instances are not rationed.
         rate_limit_resource: instances are not rationed.
         pinned_memory_pool_byte_size: there is no pinned memory.
@@ -98,8 +96,6 @@ class Ignored:
     backend_config: tuple[str, ...] = ()
     repoagent_directory: str | None = None
     cache_directory: str | None = None
-    cache_config: tuple[str, ...] = ()
-    response_cache_byte_size: str | None = None
     rate_limit: str | None = None
     rate_limit_resource: tuple[str, ...] = ()
     pinned_memory_pool_byte_size: str | None = None

@@ -18,6 +18,7 @@ import attrs
 from attrs import validators
 from cyclopts import Group, Parameter
 
+from trio_infer.errors import SetupError
 from trio_infer.limits import ControlPolicy, DisconnectPolicy, Keepalive, Limits
 from trio_infer.observe.log_settings import FORMATS, LogFormat
 from trio_infer.observe.trace_settings import TraceOptions
@@ -34,6 +35,7 @@ _DISCONNECTS: Final = Group("Disconnects", sort_key=21)
 _KEEPALIVE: Final = Group("TCP keepalive", sort_key=22)
 _TLS: Final = Group("TLS", sort_key=23)
 _SHUTDOWN: Final = Group("Shutdown", sort_key=24)
+_CACHE: Final = Group("Response cache", sort_key=19)
 _METRICS: Final = Group("Metrics", sort_key=25)
 _LOGGING: Final = Group("Logging", sort_key=26)
 _TRACING: Final = Group("Tracing", sort_key=27)
@@ -112,6 +114,9 @@ class Options:
         bad_json_status: what a request with unreadable JSON is answered. (Triton: 500; choose 400 if your alarms count
             5xx.)
         cloud: the ports that cloud platforms call.
+        cache_config: local,size=BYTES: keep answers of models with `response_cache` in so much memory; without it,
+            none are kept.
+        response_cache_byte_size: the same as BYTES alone, by its older name; 0 for no cache.
         limits: bounds on what clients may take.
         disable_auto_complete_config: don't ask Python models to complete their configuration.
         strict_model_config: the same, by its older name.
@@ -168,6 +173,8 @@ class Options:
         default=500, validator=validators.in_((500, 400))
     )
     cloud: Annotated[CloudFronts, Parameter(name="*", group=_CLOUD)] = attrs.field(factory=CloudFronts)
+    cache_config: Annotated[tuple[str, ...], Parameter(group=_CACHE, negative=(), show_default=False)] = ()
+    response_cache_byte_size: Annotated[int, Parameter(group=_CACHE)] = attrs.field(default=0, validator=_not_negative)
     limits: Annotated[Limits, Parameter(name="*", group=_LIMITS)] = attrs.field(factory=Limits)
     disable_auto_complete_config: Annotated[bool, Parameter(group=MODELS)] = False
     strict_model_config: Annotated[bool, Parameter(group=MODELS)] = False
@@ -205,6 +212,24 @@ class Options:
         factory=IgnoredGRPC
     )
     ignored: Annotated[Ignored, Parameter(name="*", group=_IGNORED, negative=())] = attrs.field(factory=Ignored)
+
+    @property
+    def response_cache(self) -> int:
+        """Bytes for the response cache; 0 for none.
+
+        Raises:
+            SetupError: `cache_config` says something else than how large a local cache is.
+        """
+        size = self.response_cache_byte_size
+        for setting in self.cache_config:
+            name, comma, rest = setting.partition(",")
+            key, equals, value = rest.partition("=")
+            if not comma or name != "local":
+                raise SetupError(f"--cache-config must be local,size=BYTES, got '{setting}': there is no other cache")
+            if not equals or key != "size" or not value.isdecimal():
+                raise SetupError(f"--cache-config must be local,size=BYTES, a whole number, got '{setting}'")
+            size = int(value)
+        return size
 
     @property
     def auto_complete(self) -> bool:

@@ -40,6 +40,7 @@ from trio_infer.observe.trace_settings import TraceSettings
 from trio_infer.scheduling.catalog import Catalog
 from trio_infer.scheduling.control import ModelControl
 from trio_infer.scheduling.hosting import ModelHost
+from trio_infer.scheduling.response_cache import CacheStatistics, ResponseCache
 from trio_infer.scheduling.sources import ModelSource
 from trio_infer.scheduling.ticket import QueueStatistics
 from trio_infer.wire.listeners import ListenError, accept_forever, open_listeners, set_keepalive
@@ -121,11 +122,13 @@ class ServerStatistics:
         requests: counters of requests; they always add up.
         connections: open ones.
         models: the queue of each model, by name and version.
+        cache: the response cache; None if there is none.
     """
 
     requests: RequestStatistics
     connections: int
     models: Mapping[tuple[str, str], QueueStatistics]
+    cache: CacheStatistics | None = None
 
 
 class Server:
@@ -152,6 +155,7 @@ class Server:
         allow_client_shm: clients may register shared memory of this machine, and pass tensors through it.
         repository: where further models are loaded from.
         control: which of those, and when.
+        response_cache: bytes for answers of models that ask to be cached; 0, the default, for no cache.
 
     Raises:
         ModelLoadError: two models have one name and version, or one can't be a model.
@@ -180,6 +184,7 @@ class Server:
         allow_client_shm: bool = False,
         repository: ModelSource | None = None,
         control: ControlPolicy | None = None,
+        response_cache: int = 0,
     ) -> None:
         limits = limits or Limits()
         disconnect = disconnect or DisconnectPolicy()
@@ -194,6 +199,7 @@ class Server:
             traces=traces,
             logs=logs,
         )
+        self._cache = ResponseCache(response_cache) if response_cache > 0 else None
         self._control = ModelControl(
             self._catalog,
             repository,
@@ -201,6 +207,7 @@ class Server:
             given=_by_name(_runner(model) for model in models),
             host=lambda name: ModelHost(name, self._catalog, self._control, self._observatory.custom),
             watcher=self._observatory,
+            cache=self._cache,
         )
         self._settings = WireSettings(
             limits=limits,
@@ -234,6 +241,7 @@ class Server:
             self._observatory.requests.statistics(),
             len(self._conversations),
             {(model.signature.name, model.signature.version): model.statistics() for model in self._control.live},
+            None if self._cache is None else self._cache.statistics(),
         )
 
     @property

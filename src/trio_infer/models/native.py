@@ -45,6 +45,8 @@ class Model:
             default) for no limits and no levels.
         batching: how requests are joined, so that one run of `infer` answers several; None (the default) if each runs
             by itself. Needs a `max_batch_size`; without a number of `instances` there is one.
+        response_cache: whether answers are kept, and identical requests share one run, if the server has a cache; only
+            for a model that returns, and that answers the same question in the same way.
         on_disconnect: `"cancel"` or `"finish"`; None (the default) leaves it to the server.
     """
 
@@ -56,6 +58,7 @@ class Model:
     instances: int | None = None
     queueing: Queueing | None = None
     batching: Batching | None = None
+    response_cache: bool = False
     on_disconnect: Literal["cancel", "finish"] | None = None
 
     def infer(self, request: InferRequest) -> Awaitable[ModelOutput] | AsyncIterator[ModelOutput]:
@@ -135,6 +138,8 @@ class NativeRunner:
             if config is None
             else config.with_code(self.signature, instances=model.instances)
         ).with_scheduling(model.queueing, model.batching)
+        if model.response_cache:
+            self.config = self.config.with_response_cache()
         joining = None if config is None else config.batching or config.sequencing
         asked = model.batching is not None or joining is not None
         self.joins: bool = asked and not self._streams

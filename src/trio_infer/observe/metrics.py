@@ -52,6 +52,7 @@ _MODEL: Final = ("model", "version")
 _COUNTERS: Final = "`counter_latencies=true` (the default)"
 _SUMMARIES: Final = "`summary_latencies=true`"
 _HISTOGRAMS: Final = "`histogram_latencies=true`"
+_CACHED: Final = "`--cache-config`, of models with `response_cache`"
 _CPU: Final = "`--allow-cpu-metrics` (the default), on Linux"
 
 FAMILIES: Final = tuple(
@@ -131,6 +132,22 @@ FAMILIES: Final = tuple(
             _MODEL,
             "Of nv_inference_compute_output_duration_us",
             _SUMMARIES,
+        ),
+        ("nv_cache_num_hits_per_model", "counter", _MODEL, "Requests that were answered without a run", _CACHED),
+        ("nv_cache_num_misses_per_model", "counter", _MODEL, "Requests that a run was made for", _CACHED),
+        (
+            "nv_cache_hit_duration_per_model",
+            "counter",
+            _MODEL,
+            "Microseconds that looking up what hits asked for took",
+            _CACHED,
+        ),
+        (
+            "nv_cache_miss_duration_per_model",
+            "counter",
+            _MODEL,
+            "Microseconds that looking up what misses asked for, and keeping their answers, took",
+            _CACHED,
         ),
         ("nv_model_load_duration_secs", "gauge", _MODEL, "Seconds that loading the model took"),
         ("nv_cpu_utilization", "gauge", (), "Share of the machine's CPUs in use since the last look, 0 to 1", _CPU),
@@ -236,6 +253,11 @@ class Collector:
         put("nv_inference_pending_request_count", books.pending)
         if books.load_seconds is not None:
             put("nv_model_load_duration_secs", books.load_seconds)
+        if books.cached:
+            put("nv_cache_num_hits_per_model", books.cache_hit.count)
+            put("nv_cache_num_misses_per_model", books.cache_miss.count)
+            put("nv_cache_hit_duration_per_model", books.cache_hit.ns // MICRO)
+            put("nv_cache_miss_duration_per_model", books.cache_miss.ns // MICRO)
         if self._policy.counter_latencies:
             for part, of in _PARTS.items():
                 put(f"nv_inference_{part}_duration_us", of(books).ns // MICRO)

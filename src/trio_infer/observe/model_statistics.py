@@ -23,6 +23,11 @@ Durations of the queue and of the parts of compute are, as in Triton, those of s
 ended otherwise is in `compute`, by outcome, where nothing is left out. There a cancelled request's compute is split at
 the moment of the cancel: "cancelled" is what it had cost until then, "wasted" what went on afterwards.
 
+A success of a model that is cached was a hit or a miss. Hits are what no run was for: the answer was there, or was
+being computed for somebody else. As in Triton they are successes that waited so and so long, and neither inferences nor
+executions. A miss is what a run was for; it is counted as any request, and as a miss besides. So there are as many
+misses as runs that went well, and if the client that a run was begun for leaves, it is the next one's.
+
 Executions are runs of the model, whatever became of them. Requests that ran together in a batch are one, counted with
 the first of them under the batch's rows; each has a share of its compute, by its own rows. A runner that can't tell the
 model's own code from what is around it has all of its work in `compute_infer`.
@@ -194,12 +199,14 @@ class ModelBooks:
     Attributes:
         model, version: whose.
         decoupled: whether it gives any number of responses, which are counted one by one.
+        cached: whether its answers are kept in the response cache.
         load_seconds: how long loading took; None if not measured.
         pending: requests that wait in the queue, now.
         rows: of successes, added up.
         executions: runs that have ended.
         last_inference: when the last success ended, in ms since the epoch.
         success, failures, fail: requests that ended; `failures` by reason, `fail` their time together.
+        cache_hit, cache_miss: successes that were, and the time that lookups and insertions took.
         queue, compute, batches, responses: see the head of this file.
         compute_by_outcome: ns by `COMPUTE_OUTCOMES`, of all work that has ended.
         cancelled: requests that were, by the phase they were struck in, and why.
@@ -210,6 +217,7 @@ class ModelBooks:
     model: str
     version: str
     decoupled: bool = False
+    cached: bool = False
     load_seconds: float | None = None
     pending: int = 0
     rows: int = 0
@@ -218,6 +226,8 @@ class ModelBooks:
     success: Sum = attrs.field(factory=Sum)
     fail: Sum = attrs.field(factory=Sum)
     failures: dict[FailureReason, int] = attrs.field(factory=lambda: dict.fromkeys(FailureReason, 0))
+    cache_hit: Sum = attrs.field(factory=Sum)
+    cache_miss: Sum = attrs.field(factory=Sum)
     queue: Sum = attrs.field(factory=Sum)
     compute: _Compute = attrs.field(factory=_Compute)
     batches: dict[int, _Compute] = attrs.field(factory=dict)
@@ -230,7 +240,6 @@ class ModelBooks:
 
     def as_json(self) -> dict[str, Any]:
         """The entry of `model_stats`, as Triton writes it."""
-        nothing = Sum().as_json()
         return {
             "name": self.model,
             "version": self.version,
@@ -242,8 +251,8 @@ class ModelBooks:
                 "fail": self.fail.as_json(),
                 "queue": self.queue.as_json(),
                 **self.compute.as_json(),
-                "cache_hit": nothing,
-                "cache_miss": nothing,
+                "cache_hit": self.cache_hit.as_json(),
+                "cache_miss": self.cache_miss.as_json(),
             },
             "response_stats": {
                 str(index): {name: value.as_json() for name, value in attrs.asdict(each, recurse=False).items()}
@@ -260,13 +269,25 @@ class ModelBooks:
         reason = failure_reason(life)
         if reason is None:
             self.success.add(total)
-            self.rows += life.rows
+            if life.look is None or not life.look.hit:
+                self.rows += life.rows
+            else:
+                self._book_hit(life, total)
+            if life.look is not None:
+                (self.cache_hit if life.look.hit else self.cache_miss).add(life.look.ns)
             self.last_inference = time.time_ns() // 1_000_000
         else:
             self.fail.add(total)
             self.failures[reason] += 1
         if life.reason is not None and life.struck is not None:
             self.cancelled[life.struck, life.reason] += 1
+
+    def _book_hit(self, life: Life, total: int) -> None:
+        queued = _queued(life)
+        self.queue.add(queued)
+        if self.latencies:
+            self.latencies["request"].add(total)
+            self.latencies["queue"].add(queued)
 
     def work_and_life_ended(self, life: Life, timing: Timing) -> None:
         parts = _parts(timing)
@@ -282,7 +303,7 @@ class ModelBooks:
         if self.decoupled:
             self._book_responses(life, timing)
         if failure_reason(life) is None:
-            queued = life.entered[Phase.RUNNING] - life.entered[Phase.QUEUED] if Phase.QUEUED in life.entered else 0
+            queued = _queued(life)
             self.queue.add(queued)
             self.compute.add(parts)
             if self.latencies:
@@ -327,6 +348,11 @@ class ModelBooks:
         return self.responses[index]
 
 
+def _queued(life: Life) -> int:
+    """How long it waited for an instance."""
+    return life.entered[Phase.RUNNING] - life.entered[Phase.QUEUED] if Phase.QUEUED in life.entered else 0
+
+
 def _parts(timing: Timing) -> tuple[int, int, int]:
     """The work's time before, in and after the model's own code."""
     began = timing.infer_began or timing.begun
@@ -351,15 +377,24 @@ class ModelStatistics:
         self.nobodys: Counter[tuple[Phase, CancelReason]] = Counter()
         """Cancelled requests that were not (or not yet) for a model."""
 
-    def add(self, model: str, version: str, *, decoupled: bool = False, load_seconds: float | None = None) -> None:
+    def add(
+        self,
+        model: str,
+        version: str,
+        *,
+        decoupled: bool = False,
+        cached: bool = False,
+        load_seconds: float | None = None,
+    ) -> None:
         """A version of a model has been loaded: open its books, all zero, also if it had some before.
 
         Args:
             decoupled: whether it may give any number of responses.
+            cached: whether its answers are kept in the response cache.
             load_seconds: how long loading took.
         """
         latencies = {name: Quantiles() for name in LATENCIES} if self._quantiles else {}
-        self._books[model, version] = ModelBooks(model, version, decoupled, load_seconds, latencies=latencies)
+        self._books[model, version] = ModelBooks(model, version, decoupled, cached, load_seconds, latencies=latencies)
 
     def remove(self, model: str, version: str) -> None:
         """It has been unloaded: close its books."""

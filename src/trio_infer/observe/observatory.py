@@ -77,9 +77,9 @@ class Observatory:
         """No more will come."""
         self._trace_log.close()
 
-    def model_loaded(self, name: str, version: str, *, decoupled: bool, seconds: float) -> None:
+    def model_loaded(self, name: str, version: str, *, decoupled: bool, cached: bool, seconds: float) -> None:
         """A version of a model is served: open its books, all zero."""
-        self.models.add(name, version, decoupled=decoupled, load_seconds=seconds)
+        self.models.add(name, version, decoupled=decoupled, cached=cached, load_seconds=seconds)
 
     def model_unloaded(self, name: str, version: str) -> None:
         """It is served no more: close its books."""

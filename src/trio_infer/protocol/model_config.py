@@ -183,7 +183,7 @@ class ModelConfig:
             raise broken("`version_policy` must keep at least 1 of the `latest`", r"\blatest\b")
         if policy.HasField("specific") and not all(version > 0 for version in [*policy.specific.versions] or [0]):
             raise broken("`version_policy` must list `specific` versions, each 1 or more", r"\bspecific\b")
-        fault = _fault_of_batching(message)
+        fault = _fault_of_batching(message) or _fault_of_cache(message)
         if fault is not None:
             raise broken(*fault)
         has_instance_group = bool(message.instance_group)
@@ -327,6 +327,26 @@ class ModelConfig:
         return attrs.evolve(self, message=message)
 
     @property
+    def response_cache(self) -> bool:
+        """Whether answers are to be kept, if the server has a cache."""
+        return bool(self.message.response_cache.enable)
+
+    @property
+    def cache_fault(self) -> str:
+        """Why answers can't be kept although they are to be; "" if they can."""
+        fault = _fault_of_cache(self.message)
+        return "" if fault is None else fault[0]
+
+    def with_response_cache(self) -> ModelConfig:
+        """The same for a native model whose code says that it is to be cached; what the file says goes before it."""
+        if self.message.HasField("response_cache"):
+            return self
+        message = new_config()
+        message.CopyFrom(self.message)
+        message.response_cache.enable = True
+        return attrs.evolve(self, message=message)
+
+    @property
     def ragged_inputs(self) -> frozenset[str]:
         """Inputs whose shapes may differ within a batch."""
         return frozenset(tensor.name for tensor in self.message.input if tensor.allow_ragged_batch)
@@ -459,6 +479,20 @@ class ModelConfig:
     def json_text(self) -> str:
         """`as_json` as text: what a model is given as `model_config`."""
         return orjson.dumps(self.as_json()).decode()
+
+
+def _fault_of_cache(message: Any) -> tuple[str, str] | None:
+    """Why answers can't be kept that are to be, Triton's words first; and a pattern that finds it in the text."""
+    if not message.response_cache.enable:
+        return None
+    if message.model_transaction_policy.decoupled:
+        what = "with 'decoupled' transaction policy"
+    elif message.HasField("sequence_batching"):
+        what = "with `sequence_batching`, where an answer depends on what was asked before"
+    else:
+        return None
+    reason = f"Response Cache does not currently support model {message.name} {what}. Please disable the response cache"
+    return reason, r"\bresponse_cache\b"
 
 
 def _fault_of_batching(message: Any) -> tuple[str, str] | None:

@@ -47,12 +47,25 @@ class Catalog:
         for version, model in old.items():
             model.ready = False
             model.successor = new.get(version)
+        self._forget_what_came_of(name)
 
     def withdraw(self, name: str) -> None:
         """Serve a model no more; it stays known."""
         for model in self._models.pop(name, {}).values():
             model.ready = False
         self._newest.pop(name, None)
+        self._forget_what_came_of(name)
+
+    def _forget_what_came_of(self, name: str) -> None:
+        """Ensembles with a step that asks this model, at any depth, don't answer as before."""
+        changed = {name}
+        while True:
+            more = [model for model in self if changed & set(model.requires) and model.signature.name not in changed]
+            if not more:
+                return
+            for model in more:
+                model.forget()
+            changed |= {model.signature.name for model in more}
 
     # -- For requests -----------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from trio_infer.models.host import Host
 from trio_infer.models.runner import Runner
 from trio_infer.scheduling.catalog import Catalog
 from trio_infer.scheduling.copies import Copy
+from trio_infer.scheduling.response_cache import ResponseCache
 from trio_infer.scheduling.served import ServedModel
 from trio_infer.scheduling.sources import LoadWatcher, ModelSet, ModelSource, State, in_thread, plan_poll, read_model
 
@@ -78,6 +79,7 @@ class ModelControl:
         given: runners by model, to be loaded at the start whatever the policy says.
         host: makes the host of a model of that name.
         watcher: is told of models that come and go.
+        cache: for models that are to be cached; None if none is.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class ModelControl:
         given: Mapping[str, Sequence[Runner]] | None = None,
         host: Callable[[str], Host],
         watcher: LoadWatcher | None = None,
+        cache: ResponseCache | None = None,
     ) -> None:
         self._catalog = catalog
         self._source = source
@@ -96,6 +99,7 @@ class ModelControl:
         self._given = dict(given or {})
         self._host = host
         self._watcher = watcher
+        self._cache = cache
         self._entries: dict[str, _Entry] = {}
         self._copies: set[Copy] = set()
         self._asks: dict[str, str] = {}
@@ -475,7 +479,7 @@ class ModelControl:
         self, name: str, entry: _Entry, runners: Sequence[Runner], dispose: Callable[[], None] | None
     ) -> None:
         """Load a model's versions, and swap them in. Under the entry's lock."""
-        copy = Copy(name, [ServedModel(runner) for runner in runners], dispose)
+        copy = Copy(name, [ServedModel(runner, self._cache) for runner in runners], dispose)
         self._copies.add(copy)
         entry.wanted, entry.reason, entry.lacks = True, "", ""
         versions = [runner.signature.version for runner in runners]
@@ -515,14 +519,26 @@ class ModelControl:
         old, entry.serving = entry.serving, copy
         entry.states = {version: State("READY") for version in versions}
         self._catalog.publish(name, copy.models)
+        self._warn_without_cache(copy)
         if self._watcher is not None:
             for model, took in seconds.items():
                 self._watcher.model_loaded(
-                    name, model.signature.version, decoupled=model.signature.decoupled, seconds=took
+                    name,
+                    model.signature.version,
+                    decoupled=model.signature.decoupled,
+                    cached=model.cached,
+                    seconds=took,
                 )
         if old is not None:
             assert self._nursery is not None
             self._nursery.start_soon(self._take_down, old, self.policy.unload_timeout_secs)
+
+    def _warn_without_cache(self, copy: Copy) -> None:
+        if self._cache is None and any(model.config.response_cache for model in copy.models):
+            log.warning(
+                "model '%s' is to be cached, and there is no response cache: --cache-config local,size=BYTES makes one",
+                copy.name,
+            )
 
     # -- Unloading --------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,8 @@ class Copy:
 
         Cancellation: leaves at once, but a clean-up that has begun goes on to its end or its time limit.
         """
+        for model in self.models:
+            model.forget()
         async with trio.open_nursery() as nursery:
             for model in self.models:
                 nursery.start_soon(self._take_down_one, model, patience, at_once)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -16,7 +16,9 @@ from trio_infer.observe.model_statistics import MOST_RESPONSES
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import InferRequest, InferResponse, Send, Signature
 from trio_infer.scheduling.order import Order
+from trio_infer.scheduling.response_cache import ResponseCache
 from trio_infer.scheduling.sequencer import Sequencer
+from trio_infer.scheduling.shared_runs import SharedRuns
 from trio_infer.scheduling.ticket import InstanceQueue, QueueStatistics, Ticket
 
 __all__ = ["ServedModel"]
@@ -27,16 +29,20 @@ class ServedModel:
 
     Args:
         runner: not loaded yet.
+        cache: of the server, for models that are to be cached; None if it has none.
 
     Attributes:
+        queue: in front of the instances; of no meaning for sequences, which have one for each instance.
         ready: whether it takes requests; set by the catalog.
         successor: what has taken its place when it was reloaded; a request that was still on its way to it goes there,
             if that takes and gives the same tensors.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, cache: ResponseCache | None = None) -> None:
         self._runner = runner
-        self._queue = InstanceQueue(runner.instances)
+        self._cache = cache
+        self.queue: InstanceQueue = InstanceQueue(runner.instances)
+        self._shared: SharedRuns | None = None
         self._sequencer: Sequencer | None = None
         self._order: Order | None = None
         self._ragged: frozenset[str] = frozenset()
@@ -72,12 +78,17 @@ class ServedModel:
             host: what the model may ask of the server.
 
         Raises:
-            ModelLoadError: with the model's own words for why not.
+            ModelLoadError: with the model's own words for why not; or it is to be cached, and can't be.
 
         Cancellation: leaves at once; call `unload`, which undoes what was begun.
         """
         self._begun = True
         await self._runner.load(host)
+        if self.config.response_cache:
+            fault = self.config.cache_fault
+            if fault:
+                raise ModelLoadError(self.signature.name, fault, where=self.config.where)
+            self._shared = None if self._cache is None else SharedRuns(self, self._cache)
         await warm_up(self._runner)
         try:
             self._configure()
@@ -96,7 +107,7 @@ class ServedModel:
             max_batch_size=config.max_batch_size,
             start=runner.begin_batch if isinstance(runner, Batches) and runner.joins else None,
         )
-        self._queue = make(runner.instances)
+        self.queue = make(runner.instances)
         self._ragged = config.ragged_inputs
         in_order = batching is not None and batching.preserve_ordering and not self.signature.decoupled
         self._order = Order() if in_order else None
@@ -114,7 +125,7 @@ class ServedModel:
         return self.ready and await self._runner.ready()
 
     async def infer(self, life: Life, request: InferRequest, send: Send) -> None:
-        """Wait for an instance, and run.
+        """Wait for an instance, and run; or answer from the cache.
 
         Args:
             life: is told of the phases.
@@ -127,9 +138,13 @@ class ServedModel:
 
         Cancellation: leaves the queue at once; a run stops as its runner promises.
         """
+        shared, digest = self._shared, b""
+        if shared is not None and self.ready:
+            request, digest = await shared.prepare(life, request)
         if not self.ready:
             heir = self.successor
             if heir is not None and heir.signature == self.signature:
+                life.look = None
                 await heir.infer(life, request, send)
                 return
             raise InferError(f"Request for model '{self.signature.name}' which is not ready", ErrorCode.UNAVAILABLE)
@@ -139,14 +154,20 @@ class ServedModel:
         try:
             if self._sequencer is not None:
                 await self._sequencer.infer(life, request, send)
+            elif shared is not None:
+                await self._in_order(partial(shared.infer, life, request, digest), send)
             else:
-                await self._run_in(self._queue, life, request, send)
+                await self._run_in(self.queue, life, request, send)
         finally:
             self._lives.discard(life)
 
     async def _run_in(self, queue: InstanceQueue, life: Life, request: InferRequest, send: Send) -> None:
         """Wait in a queue, and run."""
-        ticket = queue.draw(
+        ticket = self._draw_in(queue, life, request)
+        await self._in_order(partial(self._run, queue, life, request, ticket), send)
+
+    def _draw_in(self, queue: InstanceQueue, life: Life, request: InferRequest) -> Ticket:
+        return queue.draw(
             life,
             request,
             rows=life.rows,
@@ -154,9 +175,8 @@ class ServedModel:
             priority=request.parameters.get("priority", 0),
             timeout=request.timeout,
         )
-        if self._order is not None:
-            self._order.enter(ticket)
-            send = _in_order(self._order, ticket, send)
+
+    async def _run(self, queue: InstanceQueue, life: Life, request: InferRequest, ticket: Ticket, send: Send) -> None:
         try:
             if ticket.instance is None:
                 if life.phase is Phase.RECEIVING:  # in a sequence it may be further
@@ -173,8 +193,31 @@ class ServedModel:
                 await self._runner.run(ticket.instance, request, send)
         finally:
             queue.give_up(ticket)
-            if self._order is not None:
-                self._order.leave(ticket)
+
+    def draw(self, life: Life, request: InferRequest) -> Ticket:
+        """Enter the queue, for several who ask the same; see `Computes`."""
+        return self._draw_in(self.queue, life, request)
+
+    async def run(self, life: Life, request: InferRequest, ticket: Ticket, send: Send) -> None:
+        """Wait and run, for several who ask the same; see `Computes`."""
+        await self._run(self.queue, life, request, ticket, send)
+
+    async def _in_order(self, infer: Callable[[Send], Awaitable[None]], send: Send) -> None:
+        """Infer, and send the response after those of all who came before, if that is asked for."""
+        order, turn = self._order, object()
+        if order is None:
+            await infer(send)
+            return
+        order.enter(turn)
+
+        async def send_in_order(response: InferResponse) -> None:
+            await order.wait_first(turn)
+            await send(response)
+
+        try:
+            await infer(send_in_order)
+        finally:
+            order.leave(turn)
 
     def _shapes(self, request: InferRequest) -> Hashable:
         """What must be alike in two requests that are to be joined."""
@@ -196,6 +239,16 @@ class ServedModel:
             return self._runner.collect(responses)
         return responses[0] if len(responses) == 1 else None
 
+    @property
+    def cached(self) -> bool:
+        """Whether its answers are kept."""
+        return self._shared is not None
+
+    def forget(self) -> None:
+        """Drop its answers from the cache: they are not what it would answer now."""
+        if self._shared is not None:
+            self._shared.forget()
+
     def stop(self, reason: CancelReason) -> None:
         """Cancel all that waits or runs."""
         for life in list(self._lives):
@@ -206,7 +259,7 @@ class ServedModel:
 
         Cancellation: just stops waiting.
         """
-        await (self._sequencer or self._queue).settled()
+        await (self._sequencer or self.queue).settled()
 
     async def unload(self) -> None:
         """Let the model clean up, if it was ever asked to load. Call it when it has settled; only once counts.
@@ -223,7 +276,7 @@ class ServedModel:
 
     def statistics(self) -> QueueStatistics:
         """How the queue stands, now."""
-        return (self._sequencer or self._queue).statistics()
+        return (self._sequencer or self.queue).statistics()
 
     @property
     def abandoned(self) -> int:
@@ -240,13 +293,3 @@ def _noting(timing: Timing, send: Send) -> Send:
         await send(response)
 
     return noting
-
-
-def _in_order(order: Order, ticket: Ticket, send: Send) -> Send:
-    """A `send` that waits for those who came before."""
-
-    async def in_order(response: InferResponse) -> None:
-        await order.wait_first(ticket)
-        await send(response)
-
-    return in_order

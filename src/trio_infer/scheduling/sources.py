@@ -40,7 +40,7 @@ class ModelSource(Protocol):
 class LoadWatcher(Protocol):
     """Is told of models that come and go."""
 
-    def model_loaded(self, name: str, version: str, *, decoupled: bool, seconds: float) -> None:
+    def model_loaded(self, name: str, version: str, *, decoupled: bool, cached: bool, seconds: float) -> None:
         """A version of a model is served; loading it took so long."""
 
     def model_unloaded(self, name: str, version: str) -> None:

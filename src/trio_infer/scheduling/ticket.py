@@ -255,6 +255,37 @@ class InstanceQueue:
                 self.look(ticket)
         return ticket.instance
 
+    def share(self, ticket: Ticket, *, priority: object = 0, timeout: int = 0) -> float:
+        """Let a ticket that waits stand for one more request: it has the best level of them, and the longest time.
+
+        Args:
+            priority, timeout: the request's, as for `draw`.
+
+        Returns:
+            when this request has waited for too long and leaves; infinite if it doesn't.
+        """
+        if ticket.instance is not None or ticket._line is None:
+            return math.inf
+        level = self._queueing.level(priority)
+        policy = self._queueing.policy(level)
+        patience = policy.timeout(timeout)
+        expires = self._clock() + patience if patience < math.inf else math.inf
+        ticket.expires = max(ticket.expires, expires)
+        if level < ticket.level and self._line.leave(ticket.level, ticket):
+            ticket.level = level
+            self._line.enter(level, ticket)
+            self._dispatch()
+        return expires if policy.timeout_action == "reject" else math.inf
+
+    def patience(self, ticket: Ticket) -> float:
+        """When the request that a ticket was drawn for has waited for too long and leaves; infinite if it doesn't."""
+        rejects = self._queueing.policy(ticket.level).timeout_action == "reject"
+        return ticket.expires if rejects and ticket.instance is None else math.inf
+
+    def too_late(self) -> InferError:
+        """What one is told that has waited for too long."""
+        return InferError("Request timeout expired", ErrorCode.UNAVAILABLE, retry_after=self._retry_after())
+
     def look(self, ticket: Ticket) -> None:
         """Decide anew about a ticket that waits, as one of its times is over.
 
@@ -267,7 +298,7 @@ class InstanceQueue:
             self._dispatch()
         if ticket.instance is None and now >= ticket.expires:
             if self._queueing.policy(ticket.level).timeout_action == "reject":
-                raise InferError("Request timeout expired", ErrorCode.UNAVAILABLE, retry_after=self._retry_after())
+                raise self.too_late()
             ticket.expires = math.inf
             self._line.delay(ticket.level, ticket)
 
