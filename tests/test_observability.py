@@ -97,14 +97,23 @@ async def test_whole_lines_are_as_tritons_own_from_the_start() -> None:
 
 
 async def test_each_metric_of_the_table_is_there_and_none_besides(autojump_clock: Any) -> None:
-    async with serving(Echo(), Streamer(), memory=True, metrics=ALL) as served:
+    echo = Echo()
+    echo.response_cache = True
+    async with serving(echo, Streamer(), memory=True, metrics=ALL, response_cache=2**20) as served:
         client = served.connect_in_memory()
-        await client.ask(infer_echo(1.0))
+        for _ in range(2):
+            await client.ask(infer_echo(1.0))
         leaver = served.connect_in_memory()
         await leaver.send(infer_ticks(9, model="streamer"))
         await leaver.close()
-        await served.ended(2)
+        await served.ended(3)
         lines = await scrape(client)
+        assert {
+            'nv_inference_request_success{model="echo",version="1"} 2',
+            'nv_inference_count{model="echo",version="1"} 1',
+            'nv_cache_num_hits_per_model{model="echo",version="1"} 1',
+            'nv_cache_num_misses_per_model{model="echo",version="1"} 1',
+        } <= set(lines)
         kinds = dict(re.findall(r"# TYPE (\S+) (\S+)", "\n".join(lines)))
         assert kinds == {family.name: family.kind for family in FAMILIES}
         for family in FAMILIES:

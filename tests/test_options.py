@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from trio_infer import DisconnectPolicy, Keepalive, Limits
+from trio_infer import DisconnectPolicy, Keepalive, Limits, SetupError
 from trio_infer.cli import main
 from trio_infer.option_ignored import REASONS, Ignored, IgnoredGRPC
 from trio_infer.options import CloudFronts, Options
@@ -219,6 +219,15 @@ def test_each_option_that_is_ignored_is_taken_in_both_spellings(read: Read, kind
     assert all(value in (True, "7", ("7",)) for value in attrs.asdict(given).values())
 
 
+def test_the_response_cache_is_as_large_as_the_newer_of_its_options_says(read: Read) -> None:
+    assert read().response_cache == 0
+    assert read("--response-cache-byte-size=5").response_cache == 5
+    assert read("--response-cache-byte-size=5", "--cache-config", "local,size=7").response_cache == 7
+    for wrong in ("redis,host=there", "local", "local,size=1.5", "local,size=-1", "local,sise=1", "size=1"):
+        with pytest.raises(SetupError, match=rf"--cache-config must be local,size=BYTES.*got '{wrong}'"):
+            _ = read(f"--cache-config={wrong}").response_cache
+
+
 def test_for_each_option_that_is_ignored_there_is_a_reason() -> None:
     assert list(REASONS) == [field.name for field in attrs.fields(Ignored)]
     assert Ignored(host_policy=("0,numa-node=0",)).reasons() == {
@@ -245,6 +254,7 @@ def test_for_each_option_that_is_ignored_there_is_a_reason() -> None:
         ("--log-info=maybe", "--log-info must be true or false, got 'maybe'"),
         ("--model-repository=", "--model-repository must be a path, got nothing"),
         ("--config=", "--config must be a path, got nothing"),
+        ("--response-cache-byte-size=-1", "--response-cache-byte-size must be 0 or more, got -1"),
         ("--http-prt=3", "unknown option --http-prt; did you mean --http-port?"),
         ("--flux 3", "unknown option --flux; see: trio-infer serve --help"),
         ("-x", "unknown option -x; see: trio-infer serve --help"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,11 +16,22 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from desk import Desk, desk
 from support import get, post, serving
-from trio_infer import InferError, InferRequest, Life, Model, TensorSpec
+from trio_infer import (
+    ControlPolicy,
+    InferError,
+    InferRequest,
+    Life,
+    MetricsPolicy,
+    Model,
+    ModelRepository,
+    TensorSpec,
+    find_models,
+)
 from trio_infer.errors import ErrorCode, ModelLoadError
 from trio_infer.lifecycle import CancelReason, Outcome, Phase, SharedLife, Timing
 from trio_infer.models.host import NoHost
 from trio_infer.models.native import NativeRunner
+from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.queueing import Batching, Queueing, QueuePolicy
 from trio_infer.protocol.values import InferResponse, Signature
 from trio_infer.scheduling import response_cache
@@ -615,3 +627,150 @@ async def test_clients_that_ask_the_same_share_a_run_until_all_have_hung_up() ->
     assert (counted["cache_hit"]["count"], counted["cache_miss"]["count"], counted["success"]["count"]) == (1, 1, 2)
     assert counted["fail"]["count"] == 3
     assert len(model.runs) == 2
+
+
+CACHED = """
+import time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            tensor = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()
+            pb_utils.Logger.log_info(f"asked {tensor[0]}")
+            while tensor[0] > 100 and not request.is_cancelled():
+                time.sleep(0.002)
+            if request.is_cancelled():
+                pb_utils.Logger.log_info("cancelled")
+                error = pb_utils.TritonError("gone", pb_utils.TritonError.CANCELLED)
+                responses.append(pb_utils.InferenceResponse(error=error))
+                continue
+            words = np.array([b"a\\0", b"bc"], object)
+            responses.append(pb_utils.InferenceResponse([
+                pb_utils.Tensor("OUT", tensor * 2), pb_utils.Tensor("WORDS", words)
+            ]))
+        return responses
+"""
+CACHED_CONFIG = """
+backend: "python"
+input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "WORDS" data_type: TYPE_STRING dims: [ -1 ] }
+response_cache { enable: true }
+"""
+ASKING = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            inputs = [pb_utils.get_input_tensor_by_name(request, "IN")]
+            asked = pb_utils.InferenceRequest(model_name="cached", inputs=inputs, requested_output_names=["OUT"])
+            answer = asked.exec()
+            out = pb_utils.get_output_tensor_by_name(answer, "OUT").as_numpy()
+            out += 1  # it may
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", out)]))
+        return responses
+"""
+ASKING_CONFIG = """
+backend: "python"
+input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
+"""
+
+
+def _write(root: Path, name: str, code: str, config: str) -> None:
+    (root / name / "1").mkdir(parents=True)
+    (root / name / "config.pbtxt").write_text(config)
+    (root / name / "1" / "model.py").write_text(code)
+
+
+def _infer(model: str, *values: float) -> bytes:
+    document = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [len(values)], "data": list(values)}]}
+    return post(model, "infer", document)
+
+
+@pytest.mark.parametrize("execution", ["process", "thread"])
+async def test_a_triton_model_is_cached_for_clients_and_for_models_and_its_is_cancelled_waits_for_the_last(
+    tmp_path: Path, execution: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    _write(tmp_path, "cached", CACHED, CACHED_CONFIG)
+    _write(tmp_path, "asking", ASKING, ASKING_CONFIG)
+    models = find_models([tmp_path], execution=execution)
+    with trio.fail_after(20):
+        async with serving(*models, response_cache=MIB, metrics=MetricsPolicy()) as served:
+            client = await served.connect()
+            answers = [await client.ask(_infer("cached", 1, 2)) for _ in range(2)]
+            assert answers[0].json == answers[1].json
+            assert [output["data"] for output in answers[0].json["outputs"]] == [[2, 4], ["a\0", "bc"]]
+            for _ in range(2):
+                assert (await client.ask(_infer("asking", 1, 2))).json["outputs"][0]["data"] == [3, 5]
+            assert (await client.ask(_infer("cached", 1, 2))).json == answers[0].json
+            assert caplog.text.count("asked 1.0") == 2, "once for both outputs, once for one of them"
+
+            leavers = [await served.connect() for _ in range(2)]
+            for leaver in leavers:
+                await leaver.send(_infer("cached", 1000))
+            await trio.testing.wait_all_tasks_blocked(0.1)
+            await leavers[0].close()
+            await served.ended(6)
+            assert "cancelled" not in caplog.messages
+            await leavers[1].close()
+            await served.ended(7)
+            assert (await client.ask(_infer("cached", 3))).status == 200, "the instance is free"
+            assert caplog.text.count("asked 1000.0") == 1
+            assert "cancelled" in caplog.text
+            config = (await client.ask(get("/v2/models/cached/config"))).json
+            assert config["response_cache"] == {"enable": True}
+            lines = (await client.ask(get("/metrics"))).body.decode().splitlines()
+            await client.close()
+    assert 'nv_cache_num_hits_per_model{model="cached",version="1"} 3' in lines
+    assert 'nv_cache_num_misses_per_model{model="cached",version="1"} 3' in lines
+    assert not any(line.startswith("nv_cache") and "asking" in line for line in lines)
+
+
+async def test_a_model_that_is_replaced_takes_its_answers_with_it(tmp_path: Path) -> None:
+    _write(tmp_path, "cached", CACHED, CACHED_CONFIG)
+    repository = ModelRepository([tmp_path], execution="thread")
+    control = ControlPolicy(model_control_mode="explicit", load_model=("cached",))
+    async with serving(memory=True, repository=repository, control=control, response_cache=MIB) as served:
+        client = served.connect_in_memory()
+        assert (await client.ask(_infer("cached", 1))).json["outputs"][0]["data"] == [2]
+        (tmp_path / "cached" / "1" / "model.py").write_text(CACHED.replace("tensor * 2", "tensor * 3"))
+        load = b"POST /v2/repository/models/cached/load HTTP/1.1\r\nHost: test\r\nContent-Length: 0\r\n\r\n"
+        assert (await client.ask(load)).status == 200
+        for _ in range(2):
+            assert (await client.ask(_infer("cached", 1))).json["outputs"][0]["data"] == [3]
+        cache = served.server.statistics().cache
+        assert cache is not None
+        assert (cache.entries, cache.hits) == (1, 1)
+        assert (await client.ask(load.replace(b"/load", b"/unload"))).status == 200
+        cache = served.server.statistics().cache
+        assert cache is not None
+        assert (cache.entries, cache.used) == (0, 0)
+
+
+async def test_a_model_that_is_to_be_cached_by_a_server_without_a_cache_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(Doubler(), memory=True):
+        assert "model 'doubler' is to be cached, and there is no response cache" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("extra", "line", "words"),
+    [
+        ("model_transaction_policy { decoupled: true }\n", 8, "with 'decoupled' transaction policy"),
+        ("sequence_batching {}\n", 8, "with `sequence_batching`, where an answer depends on what was asked before"),
+    ],
+)
+def test_configurations_that_can_not_be_cached_are_refused_with_their_line(extra: str, line: int, words: str) -> None:
+    config = extra + "max_batch_size: 1\n" + CACHED_CONFIG
+    with pytest.raises(ModelLoadError) as caught:
+        ModelConfig.parse(config, name="m", where=Path("config.pbtxt"))
+    assert f"Response Cache does not currently support model m {words}" in str(caught.value)
+    assert f"config.pbtxt:{line})" in str(caught.value)
