@@ -264,7 +264,7 @@ class InstanceQueue:
         Returns:
             when this request has waited for too long and leaves; infinite if it doesn't.
         """
-        if ticket.instance is not None or ticket._line is None:
+        if ticket.instance is not None or ticket._queue is None:
             return math.inf
         level = self._queueing.level(priority)
         policy = self._queueing.policy(level)
