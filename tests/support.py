@@ -6,7 +6,7 @@ import json
 import shutil
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -225,24 +225,31 @@ class Client:
 
 
 class Endings:
-    """Counts requests that ended, and lets tests wait for that."""
+    """Counts requests that ended, and lets tests wait for that, or for anything that comes of a move."""
 
     def __init__(self) -> None:
         self.count = 0
         self._lot = trio.lowlevel.ParkingLot()
 
     def life_moved(self, life: Life, left: Phase | None) -> None:
-        pass
+        self.note()
 
     def work_ended(self, life: Life) -> None:
-        pass
+        self.note()
 
     def life_ended(self, life: Life) -> None:
         self.count += 1
+        self.note()
+
+    def note(self) -> None:
+        """Something has happened: whoever waits is to look again."""
         self._lot.unpark_all()
 
     async def wait(self, count: int) -> None:
-        while self.count < count:
+        await self.until(lambda: self.count >= count)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        while not condition():
             await self._lot.park()
 
 
