@@ -398,8 +398,10 @@ class SharedLife(Life):
         self._watchers = first._watchers  # for the requests that its model makes
         self._members: dict[Life, None] = {}
         self.over: bool = False
-        self.rows = first.rows
-        self.model, self.version, self.request_id = first.model, first.version, first.request_id
+        self.rows: int = first.rows
+        self.model: str = first.model
+        self.version: str = first.version
+        self.request_id: str = first.request_id
         self.join(first)
 
     def join(self, life: Life) -> None:
