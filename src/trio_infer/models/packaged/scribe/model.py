@@ -44,15 +44,15 @@ class Scribe(TokenModel):
     """
 
     name = "scribe"
-    max_slots = 8
-    end_token = NEWLINE
-    inputs = (
+    max_slots: int = 8
+    end_token: int | None = NEWLINE
+    inputs: Sequence[TensorSpec] = (
         TensorSpec("text_input", "BYTES", [1]),
         TensorSpec("max_tokens", "INT32", [1], optional=True),
         TensorSpec("temperature", "FP32", [1], optional=True),
         TensorSpec("seed", "INT64", [1], optional=True),
     )
-    outputs = (TensorSpec("text_output", "BYTES", [1]),)
+    outputs: Sequence[TensorSpec] = (TensorSpec("text_output", "BYTES", [1]),)
 
     async def load(self) -> None:
         """Read the weights: 2.5 MB, some 50 ms."""

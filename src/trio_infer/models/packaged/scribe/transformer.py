@@ -45,8 +45,9 @@ class Transformer:
         self._matrices = {name: np.ascontiguousarray(array.T) for name, array in self._weights.items()}
         self._layers = range(sum(name.endswith(".qkv") for name in weights))
         self._heads = heads
-        self.context, self._width = self._weights["places"].shape
-        shape = (len(self._layers), slots, heads, self.context, self._width // heads)
+        context, width = self._weights["places"].shape
+        self.context: int = context
+        shape = (len(self._layers), slots, heads, self.context, width // heads)
         self._keys = np.zeros(shape, np.float32)
         self._values = np.zeros(shape, np.float32)
         self._slots = np.arange(slots)
