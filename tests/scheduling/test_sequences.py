@@ -16,9 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from desk import EXAMPLES, Desk, Guest, desk
 from trio_infer import CancelReason, InferError, InferRequest, Life, Outcome
 from trio_infer.errors import ModelLoadError
+from trio_infer.models.host import NoHost
 from trio_infer.models.repository import find_models
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.scheduling.sequences import Member, SequenceTable
+from trio_infer.scheduling.served import ServedModel
 
 CODE = """
 import numpy as np, trio
@@ -158,6 +160,28 @@ async def test_implicit_state_goes_from_request_to_request_and_not_to_the_client
         guests += [await one.said(3, requested_outputs=("y",)), await one.said(4, start=True, end=True)]
     assert [guest.values for guest in guests] == [[[101]], [[105]], [[103]], [[106]], [[104]]]
     assert all(list(guest.responses[0].outputs) == ["y"] for guest in guests)
+
+
+async def test_a_state_that_is_an_output_of_the_model_too_is_given_to_the_client(
+    tmp_path: Path, autojump_clock: Any
+) -> None:
+    more = 'output { name: "sum_out" data_type: TYPE_FP32 dims: [ 1 ] }'
+    async with desk(runner(tmp_path, f"direct {{ }} {STATE}", more=more)) as at:
+        one = Speaker(at, 1)
+        all_of_it, some = await one.said(1, start=True), await one.said(2, requested_outputs=("sum_out",))
+    assert [list(guest.responses[0].outputs) for guest in (all_of_it, some)] == [["y", "sum_out"]] * 2
+    assert some.responses[0].outputs["sum_out"].tolist() == [[3]]
+
+
+async def test_slots_and_states_of_any_size_cost_no_memory_or_refuse_the_model(
+    tmp_path: Path, autojump_clock: Any
+) -> None:
+    async with desk(runner(tmp_path / "a", f"oldest {{ max_candidate_sequences: {2**31 - 1} }}", instances=3)) as at:
+        guest = await Speaker(at, 1).said(1, start=True, end=True)
+    assert guest.values == [[1]]
+    large = STATE.replace("dims: [ 1 ]", f"dims: [ {10**12}, 1000 ]")
+    with pytest.raises(ModelLoadError, match="Unable to allocate"):
+        await ServedModel(runner(tmp_path / "b", f"direct {{ }} {large}")).load(NoHost())
 
 
 async def test_a_cancelled_request_takes_along_what_waits_behind_it_and_frees_the_slot(
@@ -327,6 +351,14 @@ async def test_what_is_no_request_of_a_sequence_is_refused(tmp_path: Path, key: 
         ('control_input { name: "S" control { kind: CONTROL_SEQUENCE_START } }', "must say what is false and what is"),
         ('control_input { name: "I" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_FP32 } }', "data_type"),
         ('state { input_name: "i" }', "state 'i' must have"),
+        (STATE + STATE, "tensor 'sum_in' is named twice"),
+        (STATE.replace("sum_in", "START") + CONTROLS, "tensor 'START' is named twice"),
+        ("oldest { max_candidate_sequences: -1 }", "`max_candidate_sequences` can't be negative, got -1"),
+        (
+            "oldest { preferred_batch_size: [ 9 ] }",
+            "`preferred_batch_size` must be from 1 to .* got 9",
+        ),
+        ("direct { minimum_slot_utilization: inf }", "`minimum_slot_utilization` must be from 0 to 1, got inf"),
     ],
 )
 def test_a_control_or_state_that_can_not_be_is_refused_when_the_model_is_read(text: str, reason: str) -> None:

@@ -90,20 +90,29 @@ class Sequencing:
         rows = max(max_batch_size, 1)
         if message.HasField("oldest"):
             oldest = message.oldest
+            if oldest.max_candidate_sequences < 0:
+                raise ValueError(f"`max_candidate_sequences` can't be negative, got {oldest.max_candidate_sequences}")
+            for size in oldest.preferred_batch_size:
+                if not 0 < size <= rows:
+                    raise ValueError(f"`preferred_batch_size` must be from 1 to `max_batch_size` ({rows}), got {size}")
             slots = oldest.max_candidate_sequences or rows
             delay = oldest.max_queue_delay_microseconds / 1e6
             batching = Batching(tuple(sorted(set(oldest.preferred_batch_size))), delay, oldest.preserve_ordering)
         else:
-            slots = rows
-            enough = max(math.ceil(message.direct.minimum_slot_utilization * rows), 1)
+            slots, share = rows, message.direct.minimum_slot_utilization
+            if not 0 <= share <= 1:
+                raise ValueError(f"`minimum_slot_utilization` must be from 0 to 1, got {share:g}")
+            enough = max(math.ceil(share * rows), 1)
             batching = Batching((), message.direct.max_queue_delay_microseconds / 1e6, enough=enough)
+        controls = tuple(_control(given.name, control) for given in message.control_input for control in given.control)
+        states = tuple(map(_state, message.state))
+        inputs = [*(control.name for control in controls), *(state.input for state in states)]
+        for names in (inputs, [state.output for state in states]):
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"tensor '{name}' is named twice by control inputs and states")
         return cls(
-            slots,
-            message.max_sequence_idle_microseconds / 1e6,
-            batching,
-            tuple(_control(given.name, control) for given in message.control_input for control in given.control),
-            tuple(map(_state, message.state)),
-            message.iterative_sequence,
+            slots, message.max_sequence_idle_microseconds / 1e6, batching, controls, states, message.iterative_sequence
         )
 
     def inputs(self, key: int | str, *, start: bool, end: bool, batched: bool) -> dict[str, Array]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import attrs
+import numpy as np
 import trio
 
 from trio_infer.errors import InferError, Rescheduled
@@ -61,6 +62,7 @@ class Sequencer:
         self._batched = signature.max_batch_size > 0
         self._table = SequenceTable(signature.name, len(queues), sequencing.slots, sequencing.idle)
         self._outputs = {state.output: state.input for state in sequencing.states}
+        self._hidden = self._outputs.keys() - {spec.name for spec in signature.outputs}  # from clients
         self._first = sequencing.first_states(
             lambda state: _read(state, directory, signature.name), batched=self._batched
         )
@@ -144,14 +146,15 @@ class Sequencer:
         full = attrs.evolve(
             request,
             inputs={**request.inputs, **told, **states},
-            requested_outputs=(*wanted, *self._outputs) if wanted else (),
+            requested_outputs=tuple(dict.fromkeys((*wanted, *self._outputs))) if wanted else (),
         )
 
         async def keep(response: InferResponse) -> None:
-            given = {name: array for name, array in response.outputs.items() if name in self._outputs}
+            # Copies, as each may be a view of a whole batch's, which a sequence that pauses would keep.
+            given = {name: np.array(array) for name, array in response.outputs.items() if name in self._outputs}
             if given:
                 sequence.states = {**states, **{self._outputs[name]: array for name, array in given.items()}}
-                rest = {name: array for name, array in response.outputs.items() if name not in given}
+                rest = {name: array for name, array in response.outputs.items() if name not in self._hidden}
                 response = attrs.evolve(response, outputs=rest)
             await send(response)
 

@@ -95,7 +95,9 @@ class SequenceTable:
         self._sequences: dict[int | str, _Sequence] = {}
         self._backlog: dict[_Sequence, None] = {}
         self._idle: dict[_Sequence, float] = {}  # since when; the longest first
-        self._free = deque(list(range(instances)) * slots)
+        self._instances = instances
+        self._fresh = instances * slots  # that nobody has had yet: as many as a configuration says, which may be 2**31
+        self._free: deque[int] = deque()
         self._waiting = 0
 
     @property
@@ -110,7 +112,7 @@ class SequenceTable:
 
     @property
     def free_slots(self) -> int:
-        return len(self._free)
+        return self._fresh + len(self._free)
 
     def enter(self, life: Life, key: int | str, *, start: bool, end: bool) -> Member:
         """A request comes.
@@ -185,7 +187,7 @@ class SequenceTable:
         for sequence, since in list(self._idle.items()):
             if since + self._idle_limit > now:
                 break
-            if len(self._free) < len(self._backlog) or sequence.key == key:
+            if self.free_slots < len(self._backlog) or sequence.key == key:
                 self._close(sequence)
 
     def _close(self, sequence: _Sequence) -> None:
@@ -208,11 +210,17 @@ class SequenceTable:
 
     def _fill(self) -> None:
         """Give free slots to the backlog."""
-        while self._free and self._backlog:
+        while self._backlog and self.free_slots:
             sequence = next(iter(self._backlog))
             del self._backlog[sequence]
-            sequence.instance = self._free.popleft()
+            sequence.instance = self._take()
             self._advance(sequence)
+
+    def _take(self) -> int:
+        if not self._fresh:
+            return self._free.popleft()
+        self._fresh -= 1
+        return (-1 - self._fresh) % self._instances  # one of each in turn
 
     def _advance(self, sequence: _Sequence) -> None:
         """Give the turn to whoever is in front, if its sequence has a slot."""

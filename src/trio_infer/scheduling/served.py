@@ -92,7 +92,7 @@ class ServedModel:
         await warm_up(self._runner)
         try:
             self._configure()
-        except (InferError, OSError, ValueError) as error:
+        except (InferError, OSError, ValueError, MemoryError) as error:
             raise ModelLoadError(self.signature.name, str(error), where=self.config.where) from error
 
     def _configure(self) -> None:
