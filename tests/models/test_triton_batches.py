@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import trio
+import trio.testing
 from triton_stage import CONFIG, PRELUDE, Repository
 
 from desk import desk
@@ -306,3 +308,34 @@ async def test_those_who_leave_while_a_batch_waits_for_a_process_are_not_in_it(t
         await three[0].done.wait()
     assert (tmp_path / "run1").read_text() == "b d"
     assert [guest.values for guest in (three[0], three[2])] == [[[2]], [[6]]]
+
+
+SLOW = """
+import time
+class TritonPythonModel:
+    def execute(self, requests):
+        tensors = [pb_utils.get_input_tensor_by_name(request, "IN").as_numpy() for request in requests]
+        time.sleep(float(max(tensor.max() for tensor in tensors)))
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", tensor)]) for tensor in tensors]
+"""
+
+
+async def test_a_request_for_which_there_is_no_room_does_not_cost_its_process_the_others(tmp_path: Path) -> None:
+    repository = Repository(tmp_path / "models", "process")
+    config = CONFIG + "max_batch_size: 4\ndynamic_batching { }\n"
+    repository.model("m", SLOW, config)
+    async with desk(repository.runner()) as at:
+        nobody = np.broadcast_to(np.float32(0), (1, 2**36))  # 256 GiB that are nowhere
+        first = await at.asked([0.5], name="IN")
+        large = at.ask([0.0], name="IN")
+        large.request = attrs.evolve(large.request, inputs={"IN": nobody})
+        await trio.testing.wait_all_tasks_blocked()
+        rest = [await at.asked([0.0], name="IN") for _ in range(2)]
+        for guest in (first, large, *rest):
+            await guest.done.wait()
+        with trio.fail_after(10):
+            last = at.ask([0.0], name="IN")
+            await last.done.wait()
+    assert isinstance(large.error, InferError)
+    assert "no room for a tensor of" in large.error.message
+    assert [guest.error for guest in (first, *rest, last)] == [None] * 4

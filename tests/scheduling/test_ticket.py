@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trio_infer.lifecycle import CancelReason, Life
+from trio_infer.models.runner import Attend, Instance
 from trio_infer.protocol.queueing import Batching
 from trio_infer.protocol.values import InferRequest, Send
 from trio_infer.scheduling.ticket import InstanceQueue, QueueStatistics, Ticket
@@ -83,6 +85,23 @@ def test_an_instance_that_runs_a_batch_is_free_when_the_work_of_each_has_ended_a
         instance.end()
         assert queue.statistics().abandoned == left
     assert fourth.instance is not None
+
+
+def test_batches_that_end_while_they_are_begun_do_not_pile_up() -> None:
+    def start(batch: Sequence[tuple[Instance, InferRequest]]) -> Sequence[Attend]:
+        for instance, _ in batch:
+            instance.begin()
+            instance.end()
+        return [_attend for _ in batch]
+
+    queue = InstanceQueue(1, batching=Batching(), max_batch_size=2, start=start)
+    first, *rest = (queue.draw(None, REQUEST) for _ in range(2001))
+    queue.give_up(first)
+    for ticket in rest:
+        assert ticket.attend is not None
+        queue.give_up(ticket)
+    statistics = queue.statistics()
+    assert (statistics.running, statistics.waiting, statistics.abandoned) == (0, 0, 0)
 
 
 def test_an_instance_is_kept_until_its_work_has_really_ended() -> None:

@@ -173,6 +173,7 @@ class InstanceQueue:
         self._line: Line[Ticket] = Line()
         self._running = 0
         self._abandoned = 0
+        self._dispatching = False
         self._entered = 0
         self._left = 0
         self._mean_run = 0.0
@@ -338,13 +339,19 @@ class InstanceQueue:
 
     def _dispatch(self) -> None:
         """Give free instances to whoever is next."""
-        while self._free and self._line:
-            batch = self._next()
-            if not batch:
-                return
-            for ticket in batch:
-                self._line.leave(ticket.level, ticket)
-            self._grant(batch, self._free.popleft())
+        if self._dispatching:
+            return  # a batch has ended while it was begun: whoever is at it goes on
+        self._dispatching = True
+        try:
+            while self._free and self._line:
+                batch = self._next()
+                if not batch:
+                    return
+                for ticket in batch:
+                    self._line.leave(ticket.level, ticket)
+                self._grant(batch, self._free.popleft())
+        finally:
+            self._dispatching = False
 
     def _next(self) -> Sequence[Ticket]:
         if self._batching is None:

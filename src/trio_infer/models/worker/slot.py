@@ -157,6 +157,7 @@ class Slot:
         for instance, request in batch:
             try:
                 begun.append(self._begin(instance, request, last=len(batch) == 1))
+                self._occupied += 1  # at once: one that fails gives its instance back, and the next may begin in here
             except InferError as error:
                 begun.append(error)
         works = [work for work in begun if isinstance(work, RemoteWork)]
@@ -164,7 +165,6 @@ class Slot:
             self._worker.run(Kind.EXECUTE, {})
         for work in works:
             work.fellows = works
-        self._occupied = len(works)
         return begun
 
     def _begin(self, instance: Instance, request: InferRequest, *, last: bool) -> RemoteWork:
