@@ -292,6 +292,24 @@ async def test_a_request_that_is_cancelled_from_around_leaves_the_backlog_with_i
     assert late.error is not None, "it must START anew"
 
 
+async def test_one_that_leaves_in_the_tick_in_which_its_turn_comes_never_runs(
+    tmp_path: Path, autojump_clock: Any
+) -> None:
+    served = runner(tmp_path, "direct { }", rows=1)
+    async with desk(served) as at:
+        at_once = Speaker(at, 1).say(1, start=True)
+        at_once.leave()  # before its task has run at all
+        await at_once.done.wait()
+        first, waits = await Speaker(at, 2).said(2, start=True), await Speaker(at, 3).said(3, start=True)
+        first.leave()
+        waits.leave()  # the slot is its own already, and its task doesn't know yet
+        await waits.done.wait()
+        probe = await Speaker(at, 4).said(4, start=True, end=True)
+    assert [guest.error for guest in (at_once, first, waits)] == [None] * 3
+    assert [run["x"] for run in runs(served)] == [[2], [4]]
+    assert probe.values == [[4]]
+
+
 async def test_a_failed_request_does_not_end_its_sequence(tmp_path: Path, autojump_clock: Any) -> None:
     served = runner(tmp_path, "direct { }")
     async with desk(served) as at:

@@ -120,6 +120,8 @@ class Sequencer:
                 if not member.turn:
                     member.news = trio.Event()
             while True:
+                if life.cancelled:  # in the tick in which its turn came: it has no place any more
+                    await trio.lowlevel.checkpoint()
                 try:
                     await self._serve(member, life, request, send)
                     return
