@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import trio
 
 from support import Echo, Streamer, infer_echo, infer_ticks, serving
-from trio_infer import ModelLoadError, Server
+from trio_infer import InferRequest, ModelLoadError, Server
 
 
 @pytest.mark.parametrize("thing", [Echo, object(), "echo"])
@@ -90,6 +91,21 @@ async def test_of_several_errors_at_once_the_client_is_told_one_and_the_log_has_
     assert "boom-1" in caplog.text
     assert "boom-2" in caplog.text
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+
+
+class Exiting(Echo):
+    name = "echo"
+
+    async def infer(self, request: InferRequest) -> Any:
+        sys.exit("had enough")
+
+
+async def test_a_model_that_exits_fails_its_request_and_not_the_server() -> None:
+    async with serving(Exiting(), memory=True) as served:
+        client = served.connect_in_memory()
+        for _ in range(2):
+            answer = await client.ask(infer_echo(1))
+            assert (answer.status, answer.json["error"]) == (500, "the model left by SystemExit: had enough")
 
 
 async def test_a_decoupled_model_is_refused_with_the_endpoint_to_use() -> None:

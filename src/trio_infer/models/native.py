@@ -180,6 +180,8 @@ class NativeRunner:
                 async with aclosing(stream):
                     async for output in stream:
                         await send(self.response_of(output))
+        except SystemExit as error:  # the server isn't one model's to end
+            raise InferError(f"the model left by SystemExit: {error}", ErrorCode.INTERNAL) from error
         finally:
             instance.end()
         if not self._streams:
