@@ -322,7 +322,7 @@ def test_a_list_in_the_place_of_one_value_is_refused(text: str, complain: Compla
 # -- Help ------------------------------------------------------------------------------------------------------------
 
 
-NESTED = {"limits", "control", "disconnects", "keepalive", "cloud", "traces", "grpc", "ignored"}
+NESTED = {"limits", "control", "rate", "disconnects", "keepalive", "cloud", "traces", "grpc", "ignored"}
 
 
 def test_help_groups_every_option_and_shows_defaults(
@@ -335,6 +335,7 @@ def test_help_groups_every_option_and_shows_defaults(
     assert groups == [
         "Model repository",
         "Which models are loaded, and when",
+        "Resources that instances share",
         "HTTP",
         "Fronts for cloud platforms",
         "Response cache",

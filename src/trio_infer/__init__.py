@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trio_infer.api.vertex_ai import VertexAI
     from trio_infer.errors import ErrorCode, InferError, ModelLoadError, SetupError, UnknownModelError
     from trio_infer.lifecycle import CancelReason, Life, LifeWatcher, Outcome, Phase
-    from trio_infer.limits import ControlPolicy, DisconnectPolicy, Keepalive, Limits
+    from trio_infer.limits import ControlPolicy, DisconnectPolicy, Keepalive, Limits, RateLimit
     from trio_infer.models.native import Model
     from trio_infer.models.repository import ModelRepository, find_models
     from trio_infer.models.token_model import Active, Generation, Prompt, TokenModel
@@ -62,6 +62,7 @@ __all__ = [
     "QueuePolicy",
     "QueueStatistics",
     "Queueing",
+    "RateLimit",
     "RequestStatistics",
     "SageMaker",
     "Server",
@@ -94,6 +95,7 @@ _HOMES = {
     "DisconnectPolicy": "trio_infer.limits",
     "Keepalive": "trio_infer.limits",
     "Limits": "trio_infer.limits",
+    "RateLimit": "trio_infer.limits",
     "Model": "trio_infer.models.native",
     "Active": "trio_infer.models.token_model",
     "Generation": "trio_infer.models.token_model",

@@ -99,6 +99,7 @@ def _run(options: Options, logs: LogSettings) -> int:
         packaged_models() if packaged else (),
         repository=repository,
         control=options.control,
+        rate_limit=options.rate,
         name=options.id,
         limits=options.limits,
         disconnect=options.disconnects,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import attrs
 from attrs import validators
 
-__all__ = ["ControlPolicy", "DisconnectPolicy", "Keepalive", "Limits"]
+__all__ = ["ControlPolicy", "DisconnectPolicy", "Keepalive", "Limits", "RateLimit"]
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 
@@ -141,3 +141,21 @@ class ControlPolicy:
     exit_on_error: bool = True
     strict_readiness: bool = True
     unload_timeout_secs: float = attrs.field(default=30.0, validator=_positive)
+
+
+@attrs.frozen(kw_only=True)
+class RateLimit:
+    """Whether instances share resources. The names are Triton's, and so are the defaults.
+
+    Attributes:
+        rate_limit: `execution_count` lets an instance run only while what it needs (`rate_limiter` in `config.pbtxt`)
+            is free; of those that wait, the one that has run the least, times its priority, goes first. `off` lets
+            each run.
+        rate_limit_resource: NAME:COUNT or NAME:COUNT:DEVICE; how much there is of a resource, on each device or on that
+            one; may be given several times. Without it, as much as the neediest instance needs.
+    """
+
+    rate_limit: Literal["off", "execution_count"] = attrs.field(
+        default="off", validator=validators.in_(("off", "execution_count"))
+    )
+    rate_limit_resource: tuple[str, ...] = ()

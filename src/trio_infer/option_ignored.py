@@ -76,8 +76,6 @@ class Ignored:
         backend_config: backends have no settings here.
         repoagent_directory: there are no repository agents.
         cache_directory: the response cache is part of the server.
-        rate_limit: instances are not rationed.
-        rate_limit_resource: instances are not rationed.
         pinned_memory_pool_byte_size: there is no pinned memory.
         cuda_memory_pool_byte_size: the server itself uses no GPU.
         cuda_virtual_address_size: the server itself uses no GPU.
@@ -96,8 +94,6 @@ class Ignored:
     backend_config: tuple[str, ...] = ()
     repoagent_directory: str | None = None
     cache_directory: str | None = None
-    rate_limit: str | None = None
-    rate_limit_resource: tuple[str, ...] = ()
     pinned_memory_pool_byte_size: str | None = None
     cuda_memory_pool_byte_size: tuple[str, ...] = ()
     cuda_virtual_address_size: tuple[str, ...] = ()

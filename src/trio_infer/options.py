@@ -19,7 +19,7 @@ from attrs import validators
 from cyclopts import Group, Parameter
 
 from trio_infer.errors import SetupError
-from trio_infer.limits import ControlPolicy, DisconnectPolicy, Keepalive, Limits
+from trio_infer.limits import ControlPolicy, DisconnectPolicy, Keepalive, Limits, RateLimit
 from trio_infer.observe.log_settings import FORMATS, LogFormat
 from trio_infer.observe.trace_settings import TraceOptions
 from trio_infer.option_ignored import Ignored, IgnoredGRPC
@@ -28,7 +28,8 @@ __all__ = ["MODELS", "CloudFronts", "Options"]
 
 MODELS: Final = Group("Model repository", sort_key=1)
 _CONTROL: Final = Group("Which models are loaded, and when", sort_key=2)
-_HTTP: Final = Group("HTTP", sort_key=3)
+_RATE: Final = Group("Resources that instances share", sort_key=3)
+_HTTP: Final = Group("HTTP", sort_key=4)
 _CLOUD: Final = Group("Fronts for cloud platforms", sort_key=10)
 _LIMITS: Final = Group("Limits", sort_key=20)
 _DISCONNECTS: Final = Group("Disconnects", sort_key=21)
@@ -121,6 +122,7 @@ class Options:
         disable_auto_complete_config: don't ask Python models to complete their configuration.
         strict_model_config: the same, by its older name.
         control: which models are loaded, and when.
+        rate: what instances share.
         disconnects: what counts as a client that left, and what happens then.
         keepalive: how TCP notices peers that vanished.
         ssl_certfile: serve https, with this certificate chain (PEM).
@@ -179,6 +181,7 @@ class Options:
     disable_auto_complete_config: Annotated[bool, Parameter(group=MODELS)] = False
     strict_model_config: Annotated[bool, Parameter(group=MODELS)] = False
     control: Annotated[ControlPolicy, Parameter(name="*", group=_CONTROL)] = attrs.field(factory=ControlPolicy)
+    rate: Annotated[RateLimit, Parameter(name="*", group=_RATE, negative=())] = attrs.field(factory=RateLimit)
     disconnects: Annotated[DisconnectPolicy, Parameter(name="*", group=_DISCONNECTS)] = attrs.field(
         factory=DisconnectPolicy
     )

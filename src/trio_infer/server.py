@@ -27,7 +27,7 @@ from trio_infer.api.restrictions import Restrictions
 from trio_infer.api.v2 import V2
 from trio_infer.errors import ModelLoadError, SetupError
 from trio_infer.lifecycle import CancelReason, Life, LifeWatcher
-from trio_infer.limits import ControlPolicy, DisconnectPolicy, Keepalive, Limits
+from trio_infer.limits import ControlPolicy, DisconnectPolicy, Keepalive, Limits, RateLimit
 from trio_infer.models.native import Model
 from trio_infer.models.native_loading import native_runner
 from trio_infer.models.runner import Runner
@@ -40,6 +40,7 @@ from trio_infer.observe.trace_settings import TraceSettings
 from trio_infer.scheduling.catalog import Catalog
 from trio_infer.scheduling.control import ModelControl
 from trio_infer.scheduling.hosting import ModelHost
+from trio_infer.scheduling.resources import Resources
 from trio_infer.scheduling.response_cache import CacheStatistics, ResponseCache
 from trio_infer.scheduling.sources import ModelSource
 from trio_infer.scheduling.ticket import QueueStatistics
@@ -156,6 +157,8 @@ class Server:
         repository: where further models are loaded from.
         control: which of those, and when.
         response_cache: bytes for answers of models that ask to be cached; 0, the default, for no cache.
+        rate_limit: whether an instance waits for the resources that its configuration says it needs, and how much of
+            them there is.
 
     Raises:
         ModelLoadError: two models have one name and version, or one can't be a model.
@@ -185,6 +188,7 @@ class Server:
         repository: ModelSource | None = None,
         control: ControlPolicy | None = None,
         response_cache: int = 0,
+        rate_limit: RateLimit | None = None,
     ) -> None:
         limits = limits or Limits()
         disconnect = disconnect or DisconnectPolicy()
@@ -208,6 +212,7 @@ class Server:
             host=lambda name: ModelHost(name, self._catalog, self._control, self._observatory.custom),
             watcher=self._observatory,
             cache=self._cache,
+            resources=_resources(rate_limit or RateLimit()),
         )
         self._settings = WireSettings(
             limits=limits,
@@ -437,3 +442,8 @@ def _matter(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The one exception that is the matter, out of the groups that nurseries put it in; the group if there are more."""
     rest = group.split(trio.Cancelled)[1]
     return group if rest is None else sole(rest)
+
+
+def _resources(policy: RateLimit) -> Resources | None:
+    resources = Resources(policy.rate_limit_resource)  # bad rules are refused also if they don't count
+    return None if policy.rate_limit == "off" else resources

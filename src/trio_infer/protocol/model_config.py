@@ -23,7 +23,7 @@ import orjson
 from trio_infer.errors import ModelLoadError
 from trio_infer.protocol.config_schema import SchemaError, enum_name, from_json, from_text, new_config, plain
 from trio_infer.protocol.datatypes import Datatype
-from trio_infer.protocol.queueing import Batching, Queueing
+from trio_infer.protocol.queueing import Batching, Needs, Queueing
 from trio_infer.protocol.sequencing import Sequencing
 from trio_infer.protocol.values import Signature, TensorSpec
 
@@ -410,6 +410,11 @@ class ModelConfig:
         group, number = self._place(index)
         kind = enum_name(group, "kind").removeprefix("KIND_")
         return kind, group.gpus[number % len(group.gpus)] if kind == "GPU" and group.gpus else 0
+
+    def instance_needs(self, index: int) -> Needs:
+        """What an instance needs while it runs."""
+        group, _ = self._place(index)
+        return Needs.of_message(group.rate_limiter, self.instance_device(index)[1])
 
     def _place(self, index: int) -> tuple[Any, int]:
         number = index

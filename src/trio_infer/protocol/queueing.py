@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import attrs
 
 from trio_infer.protocol.config_schema import enum_name
 
-__all__ = ["Batching", "QueuePolicy", "Queueing"]
+__all__ = ["Batching", "Needs", "Pool", "QueuePolicy", "Queueing"]
 
 MICRO: Final = 1e6
+Pool: TypeAlias = "tuple[str, int | None]"
+"""A resource's name, and the device that it is of; None for one pool for all."""
+
 FOR_EVER: Final = 2**63
 """Microseconds; a float takes no integer of any size."""
 
@@ -157,3 +160,26 @@ class Batching:
             min(message.max_queue_delay_microseconds, FOR_EVER) / MICRO,
             message.preserve_ordering,
         )
+
+
+@attrs.frozen
+class Needs:
+    """What an instance needs while it runs; Triton's `rate_limiter`.
+
+    Args:
+        pools: how much of which.
+        priority: how much each run counts where instances wait for one another: with 2 it has half as many as with 1.
+    """
+
+    pools: Mapping[Pool, int] = attrs.field(default=MappingProxyType({}))
+    priority: int = 1
+
+    @classmethod
+    def of_message(cls, limiter: Any, device: int) -> Needs:
+        """From the configuration's `ModelRateLimiter`, for an instance on a device."""
+        pools: dict[Pool, int] = {}
+        for resource in limiter.resources:
+            if resource.count:
+                pool = (resource.name, None if getattr(resource, "global") else device)
+                pools[pool] = pools.get(pool, 0) + resource.count
+        return cls(pools, max(limiter.priority, 1))

@@ -35,6 +35,7 @@ from trio_infer.models.host import Host
 from trio_infer.models.runner import Runner
 from trio_infer.scheduling.catalog import Catalog
 from trio_infer.scheduling.copies import Copy
+from trio_infer.scheduling.resources import Resources
 from trio_infer.scheduling.response_cache import ResponseCache
 from trio_infer.scheduling.served import ServedModel
 from trio_infer.scheduling.sources import LoadWatcher, ModelSet, ModelSource, State, in_thread, plan_poll, read_model
@@ -80,6 +81,7 @@ class ModelControl:
         host: makes the host of a model of that name.
         watcher: is told of models that come and go.
         cache: for models that are to be cached; None if none is.
+        resources: what instances share; None if nothing is rationed.
     """
 
     def __init__(
@@ -92,7 +94,9 @@ class ModelControl:
         host: Callable[[str], Host],
         watcher: LoadWatcher | None = None,
         cache: ResponseCache | None = None,
+        resources: Resources | None = None,
     ) -> None:
+        self._resources = resources
         self._catalog = catalog
         self._source = source
         self.policy: ControlPolicy = policy or ControlPolicy()
@@ -479,7 +483,7 @@ class ModelControl:
         self, name: str, entry: _Entry, runners: Sequence[Runner], dispose: Callable[[], None] | None
     ) -> None:
         """Load a model's versions, and swap them in. Under the entry's lock."""
-        copy = Copy(name, [ServedModel(runner, self._cache) for runner in runners], dispose)
+        copy = Copy(name, [ServedModel(runner, self._cache, self._resources) for runner in runners], dispose)
         self._copies.add(copy)
         entry.wanted, entry.reason, entry.lacks = True, "", ""
         versions = [runner.signature.version for runner in runners]

@@ -14,8 +14,10 @@ from trio_infer.models.runner import Batches, Collects, Runner
 from trio_infer.models.warmup import warm_up
 from trio_infer.observe.model_statistics import MOST_RESPONSES
 from trio_infer.protocol.model_config import ModelConfig
+from trio_infer.protocol.queueing import Needs
 from trio_infer.protocol.values import InferRequest, InferResponse, Send, Signature
 from trio_infer.scheduling.order import Order
+from trio_infer.scheduling.resources import Claims, Resources
 from trio_infer.scheduling.response_cache import ResponseCache
 from trio_infer.scheduling.sequencer import Sequencer
 from trio_infer.scheduling.shared_runs import SharedRuns
@@ -30,6 +32,7 @@ class ServedModel:
     Args:
         runner: not loaded yet.
         cache: of the server, for models that are to be cached; None if it has none.
+        resources: what its instances share with those of other models; None if nothing is rationed.
 
     Attributes:
         queue: in front of the instances; of no meaning for sequences, which have one for each instance.
@@ -38,9 +41,11 @@ class ServedModel:
             if that takes and gives the same tensors.
     """
 
-    def __init__(self, runner: Runner, cache: ResponseCache | None = None) -> None:
+    def __init__(self, runner: Runner, cache: ResponseCache | None = None, resources: Resources | None = None) -> None:
         self._runner = runner
         self._cache = cache
+        self._resources = resources
+        self._claims: Claims | None = None
         self.queue: InstanceQueue = InstanceQueue(runner.instances)
         self._shared: SharedRuns | None = None
         self._sequencer: Sequencer | None = None
@@ -107,13 +112,21 @@ class ServedModel:
             max_batch_size=config.max_batch_size,
             start=runner.begin_batch if isinstance(runner, Batches) and runner.joins else None,
         )
-        self.queue = make(runner.instances)
+        if self._resources is not None and runner.instances is not None and self._claims is None:
+            needs = [config.instance_needs(index) for index in range(min(runner.instances, config.instance_count))]
+            needs += [Needs()] * (runner.instances - len(needs))  # a token model's further slots
+            self._claims = self._resources.register(config.name, needs)
+        claims = self._claims
+        self.queue = make(runner.instances, claims=claims)
         self._ragged = config.ragged_inputs
         in_order = batching is not None and batching.preserve_ordering and not self.signature.decoupled
         self._order = Order() if in_order else None
         self._sequencer = None
         if sequencing is not None:
-            queues = [make(1, first=index, lingers=True) for index in range(runner.instances or 1)]
+            queues = [
+                make(1, first=index, lingers=True, claims=None if claims is None else claims.part(index, 1))
+                for index in range(runner.instances or 1)
+            ]
             directory = getattr(runner, "directory", None)
             self._sequencer = Sequencer(sequencing, self.signature, queues, self._run_in, directory)
 
@@ -268,6 +281,8 @@ class ServedModel:
         """
         if self._begun:
             self._begun = False
+            if self._claims is not None:
+                self._claims.close()
             await self._runner.unload()
 
     def kill(self) -> bool:

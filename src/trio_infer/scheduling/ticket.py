@@ -41,6 +41,7 @@ from trio_infer.protocol.queueing import Batching, Queueing
 from trio_infer.protocol.values import InferRequest
 from trio_infer.scheduling.batches import plan
 from trio_infer.scheduling.line import Line
+from trio_infer.scheduling.resources import Claims
 
 __all__ = ["InstanceQueue", "QueueStatistics", "Ticket"]
 
@@ -146,6 +147,7 @@ class InstanceQueue:
         first: the index of the first instance.
         lingers: an instance that becomes free is granted only when those who were answered have had the time to ask
             again, some ticks of the loop later, so that who asks again and again is joined with others who do.
+        claims: what its instances share with other models'; None if they share nothing.
         clock: gives the time, in seconds.
     """
 
@@ -159,6 +161,7 @@ class InstanceQueue:
         start: Start | None = None,
         first: int = 0,
         lingers: bool = False,
+        claims: Claims | None = None,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
         self._limit = instances
@@ -168,6 +171,10 @@ class InstanceQueue:
         self._max_batch_size = max_batch_size
         self._start = start
         self._lingers = lingers
+        self._claims = claims
+        if claims is not None:
+            claims.listen(self._dispatch)
+        self._direct = self._delay <= 0 and claims is None  # nothing but a free instance is waited for
         self._clock = clock
         self._free = deque(range(first, first + (instances or 0)))
         self._line: Line[Ticket] = Line()
@@ -214,7 +221,7 @@ class InstanceQueue:
             self._entered += 1
             self._grant([ticket], 0)  # nothing tells unlimited instances apart
             return ticket
-        if self._free and not self._line and self._delay <= 0:
+        if self._direct and self._free and not self._line:
             self._entered += 1
             self._grant([ticket], self._free.popleft())
             return ticket
@@ -328,6 +335,8 @@ class InstanceQueue:
         """Take a ticket out of the line, if it waits there."""
         if self._line.leave(ticket.level, ticket):
             self._left += 1
+            if self._claims is not None:
+                self._dispatch()  # if it was the last, other models' instances have their turn
 
     async def settled(self) -> None:
         """Return when nothing runs, nobody waits and no work is abandoned.
@@ -346,12 +355,21 @@ class InstanceQueue:
             while self._free and self._line:
                 batch = self._next()
                 if not batch:
-                    return
+                    break
+                if self._claims is None:
+                    index = self._free.popleft()
+                else:
+                    able = self._claims.take(self._free)
+                    if able is None:
+                        return
+                    self._free.remove(index := able)
                 for ticket in batch:
                     self._line.leave(ticket.level, ticket)
-                self._grant(batch, self._free.popleft())
+                self._grant(batch, index)
         finally:
             self._dispatching = False
+        if self._claims is not None:
+            self._claims.withdraw()
 
     def _next(self) -> Sequence[Ticket]:
         if self._batching is None:
@@ -402,7 +420,12 @@ class InstanceQueue:
 
     def _pass_on(self, run: _Run) -> None:
         self._free.append(run.index)
-        self._dispatch()
+        if self._claims is None:
+            self._dispatch()
+            return
+        self._claims.give_back(run.index)
+        self._dispatch()  # which may claim again before others are asked: it may be its turn
+        self._claims.offer()
 
     def _retry_after(self) -> int:
         """Seconds in which about half of those who wait will have had their turn."""
