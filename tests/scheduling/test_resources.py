@@ -277,15 +277,16 @@ class SharingMachine(RuleBasedStateMachine):
                 assert not fits(needs) or reserved & needs.keys(), "an instance idles while somebody waits"
 
     def teardown(self) -> None:
+        while self.tickets:
+            model, ticket = self.tickets.pop()
+            self.queues[model].give_up(ticket)
+            self.note()
+        for _, instance in self.working:
+            instance.end()
         for claims in self.claims:
             if claims is not None:
                 claims.close()
-        for model, ticket in self.tickets:
-            self.queues[model].give_up(ticket)
-        for _, instance in self.working:
-            if instance.working:
-                instance.end()
-        assert all(self.resources.held(pool) == 0 for pool in POOLS)
+        assert not any(self.resources.held(pool) for pool in POOLS)
 
 
 SharingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
