@@ -288,6 +288,8 @@ def finalize(self):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(client.stay)
         await happens(signals.started)
+        with trio.fail_after(10):
+            await client.idle.wait()  # `execute` has returned, which may take longer than its thread to get so far
         client.leave()
     assert not client.instance.working
     async with trio.open_nursery() as nursery:
