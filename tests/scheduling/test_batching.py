@@ -173,18 +173,22 @@ async def test_a_request_that_makes_the_model_raise_fails_alone(autojump_clock: 
     assert at.books.executions == 2, "a batch that is taken apart is still one"
 
 
+def of_rows(*counts: int) -> list[InferRequest]:
+    return [InferRequest("m", "1", {"x": np.zeros((count, 1))}) for count in counts]
+
+
 async def test_outputs_with_another_number_of_rows_are_the_model_s_fault() -> None:
     whole = InferResponse({"y": np.zeros((3, 1))})
-    assert [len(part.outputs["y"]) for part in split(whole, [1, 2])] == [1, 2]
+    assert [len(part.outputs["y"]) for part in split(whole, of_rows(1, 2))] == [1, 2]
     for bad in (np.zeros((2, 1)), np.float32(1)):
         with pytest.raises(InferError, match="must have 3 rows, as its inputs have") as caught:
-            split(InferResponse({"y": bad}), [1, 2])
+            split(InferResponse({"y": bad}), of_rows(1, 2))
         assert caught.value.code is ErrorCode.INTERNAL
 
 
 async def test_joined_rows_are_copied_once_and_the_parts_of_an_answer_not_at_all() -> None:
     whole = np.arange(4.0).reshape(4, 1)
-    assert all(np.shares_memory(part.outputs["y"], whole) for part in split(InferResponse({"y": whole}), [1, 3]))
+    assert all(np.shares_memory(part.outputs["y"], whole) for part in split(InferResponse({"y": whole}), of_rows(1, 3)))
 
 
 async def test_answers_come_in_the_order_of_the_requests_if_that_is_asked_for(autojump_clock: Any) -> None:

@@ -24,8 +24,10 @@ import numpy as np
 import trio
 
 from trio_infer.errors import ErrorCode, InferError
+from trio_infer.models.ragged import batch_inputs, flat, scatter
 from trio_infer.models.runner import Attend, Instance
-from trio_infer.protocol.values import InferRequest, InferResponse, Send
+from trio_infer.protocol.model_config import Ragged
+from trio_infer.protocol.values import Array, InferRequest, InferResponse, Send
 
 __all__ = ["AT_ONCE", "begin_joined", "join", "split"]
 
@@ -34,23 +36,30 @@ AT_ONCE: Final = 4
 does so in a thread, that gets the GIL between two ticks, and not after all their encoding: with 32 clients, a pause of
 3 ms between two batches in place of 5 (measured)."""
 
+NOTHING_RAGGED: Final = Ragged()
+
 Infer = Callable[[InferRequest], Awaitable[InferResponse]]
 
 log: logging.Logger = logging.getLogger("trio_infer.models")
 
 
-def join(requests: Sequence[InferRequest]) -> InferRequest:
+def join(requests: Sequence[InferRequest], ragged: Ragged = NOTHING_RAGGED) -> InferRequest:
     """Several requests as one.
 
     Args:
         requests: of one model, with inputs of the same names, and shapes that differ only in the first dimension.
+        ragged: which inputs may differ in any way; see `ragged`.
 
     Returns:
         their rows in one request, which has them as its `parts`. It asks for all that any of them asks for, and is
         cancelled when they all are.
     """
     first = requests[0]
-    inputs = {name: np.concatenate([request.inputs[name] for request in requests]) for name in first.inputs}
+    inputs: dict[str, Array] = {}
+    for name in first.inputs:
+        arrays = [request.inputs[name] for request in requests]
+        inputs[name] = flat(arrays) if name in ragged.inputs else np.concatenate(arrays)
+    inputs |= batch_inputs(ragged, [request.inputs for request in requests])
     wanted: tuple[str, ...] = ()
     if all(request.requested_outputs for request in requests):
         wanted = tuple(dict.fromkeys(name for request in requests for name in request.requested_outputs))
@@ -64,38 +73,54 @@ def join(requests: Sequence[InferRequest]) -> InferRequest:
     )
 
 
-def split(response: InferResponse, rows: Sequence[int]) -> list[InferResponse]:
+def split(
+    response: InferResponse, requests: Sequence[InferRequest], ragged: Ragged = NOTHING_RAGGED
+) -> list[InferResponse]:
     """The response to a joined request as one for each.
 
     Args:
-        rows: how many each request had.
+        requests: that it was joined from.
+        ragged: which outputs are taken apart like an input.
 
     Raises:
-        InferError: INTERNAL: an output doesn't have as many rows as the inputs.
+        InferError: INTERNAL: an output doesn't have as many rows as the inputs, or elements as its input.
     """
-    total = sum(rows)
-    for name, array in response.outputs.items():
-        shape = np.shape(array)
-        if not shape or shape[0] != total:
-            raise InferError(
-                f"output '{name}' of a batch must have {total} rows, as its inputs have, got shape {list(shape)}",
-                ErrorCode.INTERNAL,
-            )
+    rows = [_rows(request) for request in requests]
     ends = np.cumsum(rows).tolist()
-    return [
-        InferResponse({name: array[end - count : end] for name, array in response.outputs.items()}, response.parameters)
-        for count, end in zip(rows, ends, strict=True)
-    ]
+    parts: list[dict[str, Array]] = [{} for _ in requests]
+    for name, array in response.outputs.items():
+        if name in ragged.scattered:
+            sources = [request.inputs[ragged.scattered[name]] for request in requests]
+            try:
+                pieces = scatter(np.asarray(array), sources)
+            except ValueError as error:
+                raise InferError(f"output '{name}' of a ragged batch has {error}", ErrorCode.INTERNAL) from None
+        else:
+            shape = np.shape(array)
+            if not shape or shape[0] != ends[-1]:
+                must = f"must have {ends[-1]} rows, as its inputs have"
+                raise InferError(f"output '{name}' of a batch {must}, got shape {list(shape)}", ErrorCode.INTERNAL)
+            pieces = [array[end - count : end] for count, end in zip(rows, ends, strict=True)]
+        for part, piece in zip(parts, pieces, strict=True):
+            part[name] = piece
+    return [InferResponse(part, response.parameters) for part in parts]
 
 
-def begin_joined(infer: Infer, batch: Sequence[tuple[Instance, InferRequest]], name: str) -> Sequence[Attend]:
+def _rows(request: InferRequest) -> int:
+    return int(next(iter(request.inputs.values())).shape[0])
+
+
+def begin_joined(
+    infer: Infer, batch: Sequence[tuple[Instance, InferRequest]], name: str, ragged: Ragged = NOTHING_RAGGED
+) -> Sequence[Attend]:
     """Run requests as one; see `Batches.begin_batch`.
 
     Args:
         infer: the model, for one request.
         name: the model's.
+        ragged: see `join`.
     """
-    joined = _Joined(infer, [_Member(instance, request) for instance, request in batch], name)
+    joined = _Joined(infer, [_Member(instance, request) for instance, request in batch], name, ragged)
     for instance, _ in batch:
         instance.begin()
     trio.lowlevel.spawn_system_task(joined.run, name=f"<batch of {name}>")
@@ -111,10 +136,6 @@ class _Member:
     response: InferResponse | None = None
     error: Exception | None = None
 
-    @property
-    def rows(self) -> int:
-        return int(next(iter(self.request.inputs.values())).shape[0])
-
     def tell(self, result: InferResponse | Exception) -> None:
         if isinstance(result, InferResponse):
             self.response = result
@@ -124,9 +145,10 @@ class _Member:
 
 
 class _Joined:
-    def __init__(self, infer: Infer, members: Sequence[_Member], name: str) -> None:
+    def __init__(self, infer: Infer, members: Sequence[_Member], name: str, ragged: Ragged) -> None:
         self.members = members
         self._name = name
+        self._ragged = ragged
         self._infer = infer
         self._scope = trio.CancelScope()
 
@@ -170,8 +192,8 @@ class _Joined:
             return [await self._alone(members[0])]
         began = time.perf_counter_ns()
         try:
-            response = await self._infer(join([member.request for member in members]))
-            results = split(response, [member.rows for member in members])
+            requests = [member.request for member in members]
+            results = split(await self._infer(join(requests, self._ragged)), requests, self._ragged)
         except Exception:
             return [await self._alone(member) for member in members]
         ended = time.perf_counter_ns()

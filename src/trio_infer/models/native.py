@@ -18,10 +18,10 @@ import attrs
 
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.models.host import Host
-from trio_infer.models.joining import begin_joined
+from trio_infer.models.joining import begin_joined, join, split
 from trio_infer.models.runner import Attend, Instance, Stops
 from trio_infer.models.triton_tensors import reshaped
-from trio_infer.protocol.model_config import ModelConfig
+from trio_infer.protocol.model_config import ModelConfig, Ragged
 from trio_infer.protocol.queueing import Batching, Queueing
 from trio_infer.protocol.values import Array, InferRequest, InferResponse, Send, Signature, TensorSpec
 
@@ -146,6 +146,7 @@ class NativeRunner:
         if self.joins and self.instances is None:
             self.instances = 1
         self._reshapes = self.config.reshapes
+        self._ragged = Ragged() if self._streams else self.config.ragged
 
     def check_infer(self) -> bool:
         """Whether the model gives any number of responses, and not just one.
@@ -189,9 +190,12 @@ class NativeRunner:
 
     def begin_batch(self, batch: Sequence[tuple[Instance, InferRequest]]) -> Sequence[Attend]:
         """Join them, and run them as one; see `joining`."""
-        return begin_joined(self._infer, batch, self.signature.name)
+        return begin_joined(self._infer, batch, self.signature.name, self._ragged)
 
     async def _infer(self, request: InferRequest) -> InferResponse:
+        if self._ragged and not request.parts:  # the model sees one form, whether it is alone or not
+            (response,) = split(await self._infer(join([request], self._ragged)), [request], self._ragged)
+            return response
         return self.response_of(await cast("Awaitable[ModelOutput]", self.model.infer(self.to_model(request))))
 
     def to_model(self, request: InferRequest) -> InferRequest:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import attrs
 import orjson
@@ -27,7 +27,7 @@ from trio_infer.protocol.queueing import Batching, Needs, Queueing
 from trio_infer.protocol.sequencing import Sequencing
 from trio_infer.protocol.values import Signature, TensorSpec
 
-__all__ = ["EnsembleStep", "ModelConfig", "VersionPolicy"]
+__all__ = ["BatchInput", "EnsembleStep", "ModelConfig", "Ragged", "VersionPolicy"]
 
 _BY_CONFIG_NAME: Final = {datatype.config_name: datatype for datatype in Datatype}
 _OWN_PARAMETERS: Final = {
@@ -63,6 +63,50 @@ class VersionPolicy:
         if self.specific:
             return tuple(version for version in versions if version in self.specific)
         return tuple(versions[-self.latest :])
+
+
+@attrs.frozen
+class BatchInput:
+    """A tensor that tells a model how a ragged batch is made up.
+
+    Args:
+        kind: what it tells; one of `KINDS`.
+        targets: what the model calls it.
+        datatype: of it.
+        source: the input that it tells of.
+    """
+
+    KINDS: ClassVar[tuple[str, ...]] = (
+        "BATCH_ELEMENT_COUNT",
+        "BATCH_ACCUMULATED_ELEMENT_COUNT",
+        "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO",
+        "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE",
+        "BATCH_ITEM_SHAPE",
+        "BATCH_ITEM_SHAPE_FLATTEN",
+    )
+
+    kind: str
+    targets: tuple[str, ...]
+    datatype: Datatype
+    source: str
+
+
+@attrs.frozen
+class Ragged:
+    """What differs in shape within a batch.
+
+    Args:
+        inputs: whose elements are laid end to end.
+        batch_inputs: what tells of them.
+        scattered: outputs that are taken apart like an input, by name, and that input.
+    """
+
+    inputs: frozenset[str] = frozenset()
+    batch_inputs: tuple[BatchInput, ...] = ()
+    scattered: Mapping[str, str] = MappingProxyType({})
+
+    def __bool__(self) -> bool:
+        return bool(self.inputs or self.batch_inputs or self.scattered)
 
 
 @attrs.frozen
@@ -183,7 +227,7 @@ class ModelConfig:
             raise broken("`version_policy` must keep at least 1 of the `latest`", r"\blatest\b")
         if policy.HasField("specific") and not all(version > 0 for version in [*policy.specific.versions] or [0]):
             raise broken("`version_policy` must list `specific` versions, each 1 or more", r"\bspecific\b")
-        fault = _fault_of_batching(message) or _fault_of_cache(message)
+        fault = _fault_of_batching(message) or _fault_of_cache(message) or _fault_of_ragged(message)
         if fault is not None:
             raise broken(*fault)
         has_instance_group = bool(message.instance_group)
@@ -352,6 +396,18 @@ class ModelConfig:
         return frozenset(tensor.name for tensor in self.message.input if tensor.allow_ragged_batch)
 
     @property
+    def ragged(self) -> Ragged:
+        """What differs in shape within a batch, and how that is told and undone."""
+        return Ragged(
+            self.ragged_inputs,
+            tuple(
+                BatchInput(enum_name(given, "kind"), tuple(given.target_name), _datatype(given), given.source_input[0])
+                for given in self.message.batch_input
+            ),
+            {name: taken.source_input[0] for taken in self.message.batch_output for name in taken.target_name},
+        )
+
+    @property
     def version_policy(self) -> VersionPolicy:
         policy = self.message.version_policy
         return VersionPolicy(
@@ -513,6 +569,25 @@ def _fault_of_batching(message: Any) -> tuple[str, str] | None:
     if levels and not 0 < default <= levels:
         reason = f"`default_priority_level` must be from 1 to `priority_levels` ({levels}), got {default}"
         return reason, r"\bdefault_priority_level\b" if default else r"\bpriority_levels\b"
+    return None
+
+
+def _fault_of_ragged(message: Any) -> tuple[str, str] | None:
+    """What is wrong with `batch_input` and `batch_output`, and a pattern that finds it in the text."""
+    inputs = {tensor.name: tensor for tensor in message.input}
+    for field in ("batch_input", "batch_output"):
+        for given in getattr(message, field):
+            sources = list(given.source_input)
+            if len(sources) != 1 or sources[0] not in inputs:
+                reason = f"`{field}` must name one input as its `source_input`, got {sources}"
+                return reason, rf"\b{field}\b"
+    for given in message.batch_input:
+        if enum_name(given, "data_type") not in _BY_CONFIG_NAME:
+            return f"`batch_input` {list(given.target_name)} has no `data_type`", r"\bbatch_input\b"
+    for tensor in message.input:
+        if tensor.allow_ragged_batch and (message.max_batch_size < 1 or tensor.HasField("reshape")):
+            what = "a `max_batch_size` of 1 or more, and no `reshape`"
+            return f"`allow_ragged_batch` of input '{tensor.name}' needs {what}", r"\ballow_ragged_batch\b"
     return None
 
 
