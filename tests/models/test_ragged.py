@@ -164,5 +164,6 @@ async def test_a_triton_model_gets_requests_of_different_shapes_in_one_list(tmp_
 def test_what_can_not_be_ragged_is_refused(config: str, reason: str) -> None:
     tensor = 'input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }'
     text = config if "max_batch_size" in config else f"max_batch_size: 4\n{config}"
+    text += '\nbackend: "trio_infer"'
     with pytest.raises(ModelLoadError, match=reason):
         ModelConfig.parse(f"{tensor}\n{text}", name="m", where=Path("config.pbtxt"))

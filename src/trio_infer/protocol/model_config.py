@@ -10,9 +10,8 @@ shown.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal
@@ -21,6 +20,8 @@ import attrs
 import orjson
 
 from trio_infer.errors import ModelLoadError
+from trio_infer.protocol.config_checks import BY_CONFIG_NAME, fault_of, fault_of_cache, fault_of_tensor
+from trio_infer.protocol.config_defaults import normalise
 from trio_infer.protocol.config_schema import SchemaError, enum_name, from_json, from_text, new_config, plain
 from trio_infer.protocol.datatypes import Datatype
 from trio_infer.protocol.queueing import Batching, Needs, Queueing
@@ -29,7 +30,6 @@ from trio_infer.protocol.values import Signature, TensorSpec
 
 __all__ = ["BatchInput", "EnsembleStep", "ModelConfig", "Ragged", "VersionPolicy"]
 
-_BY_CONFIG_NAME: Final = {datatype.config_name: datatype for datatype in Datatype}
 _OWN_PARAMETERS: Final = {
     "on_disconnect": ("cancel|finish", "'cancel' or 'finish'"),
     "cancel_tasks": ("true|false", "'true' or 'false'"),
@@ -184,7 +184,7 @@ class ModelConfig:
         if signature.decoupled:
             message.model_transaction_policy.decoupled = True
         message.instance_group.add(count=1 if instances is None else instances)
-        _normalise(message)
+        normalise(message)
         return cls(message)
 
     def with_code(self, signature: Signature, *, instances: int | None) -> ModelConfig:
@@ -227,14 +227,14 @@ class ModelConfig:
             raise broken("`version_policy` must keep at least 1 of the `latest`", r"\blatest\b")
         if policy.HasField("specific") and not all(version > 0 for version in [*policy.specific.versions] or [0]):
             raise broken("`version_policy` must list `specific` versions, each 1 or more", r"\bspecific\b")
-        fault = _fault_of_batching(message) or _fault_of_cache(message) or _fault_of_ragged(message)
+        fault = fault_of(message)
         if fault is not None:
             raise broken(*fault)
         has_instance_group = bool(message.instance_group)
         ensemble = message.platform == "ensemble" or message.HasField("ensemble_scheduling")
         if ensemble and has_instance_group:
             raise broken(f"instance group should not be specified for ensemble '{name}'", r"\binstance_group\b")
-        _normalise(message)
+        normalise(message)
         config = cls(message, where, has_instance_group)
         try:
             _ = config.sequencing
@@ -367,7 +367,7 @@ class ModelConfig:
         message.CopyFrom(self.message)
         (batching or Batching()).write(message.dynamic_batching)
         (queueing or Queueing()).write(message.dynamic_batching)
-        _normalise(message)
+        normalise(message)
         return attrs.evolve(self, message=message)
 
     @property
@@ -378,7 +378,7 @@ class ModelConfig:
     @property
     def cache_fault(self) -> str:
         """Why answers can't be kept although they are to be; "" if they can."""
-        fault = _fault_of_cache(self.message)
+        fault = fault_of_cache(self.message)
         return "" if fault is None else fault[0]
 
     def with_response_cache(self) -> ModelConfig:
@@ -429,7 +429,7 @@ class ModelConfig:
         message.CopyFrom(self.message)
         for name, value in fields.items():
             setattr(message, name, value)
-        _normalise(message)
+        normalise(message)
         return attrs.evolve(self, message=message)
 
     @property
@@ -505,27 +505,11 @@ class ModelConfig:
         for kind, tensors in (("input", self.message.input), ("output", self.message.output)):
             seen: set[str] = set()
             for number, tensor in enumerate(tensors):
-                reason = self._fault_of(tensor, seen)
+                reason = fault_of_tensor(tensor, seen)
                 if reason:
                     which = f"'{tensor.name}'" if tensor.name else f"number {number + 1}"
                     raise ModelLoadError(self.name, f"{kind} {which} {reason}", where=self.where)
                 seen.add(tensor.name)
-
-    def _fault_of(self, tensor: Any, seen: set[str]) -> str:
-        if not tensor.name:
-            return "has no name"
-        if tensor.name in seen:
-            return "is there twice"
-        if enum_name(tensor, "data_type") not in _BY_CONFIG_NAME:
-            return "has no `data_type`"
-        if not tensor.dims:
-            return "has no `dims`"
-        if any(dim == 0 or dim < -1 for dim in tensor.dims):
-            return f"has dims {list(tensor.dims)}; each must be 1 or more, or -1 for any size"
-        if tensor.HasField("reshape") and not _fits(tensor.dims, tensor.reshape.shape):
-            dims, shape = list(tensor.dims), list(tensor.reshape.shape)
-            return f"can't `reshape` from {dims} to {shape}: both must have the same size, and as many -1"
-        return ""
 
     def as_json(self) -> dict[str, Any]:
         """The configuration as `/config` shows it: every plain field, and messages if they are set.
@@ -542,62 +526,6 @@ class ModelConfig:
         return orjson.dumps(self.as_json()).decode()
 
 
-def _fault_of_cache(message: Any) -> tuple[str, str] | None:
-    """Why answers can't be kept that are to be, Triton's words first; and a pattern that finds it in the text."""
-    if not message.response_cache.enable:
-        return None
-    if message.model_transaction_policy.decoupled:
-        what = "with 'decoupled' transaction policy"
-    elif message.HasField("sequence_batching"):
-        what = "with `sequence_batching`, where an answer depends on what was asked before"
-    else:
-        return None
-    reason = f"Response Cache does not currently support model {message.name} {what}. Please disable the response cache"
-    return reason, r"\bresponse_cache\b"
-
-
-def _fault_of_batching(message: Any) -> tuple[str, str] | None:
-    """What is wrong with `dynamic_batching`, and a pattern that finds it in the text."""
-    if not message.HasField("dynamic_batching"):
-        return None
-    batching, most = message.dynamic_batching, message.max_batch_size
-    for size in batching.preferred_batch_size:
-        if not 0 < size <= most:
-            reason = f"`preferred_batch_size` must be from 1 to `max_batch_size` ({most}), got {size}"
-            return reason, r"\bpreferred_batch_size\b"
-    levels, default = batching.priority_levels, batching.default_priority_level
-    if levels and not 0 < default <= levels:
-        reason = f"`default_priority_level` must be from 1 to `priority_levels` ({levels}), got {default}"
-        return reason, r"\bdefault_priority_level\b" if default else r"\bpriority_levels\b"
-    return None
-
-
-def _fault_of_ragged(message: Any) -> tuple[str, str] | None:
-    """What is wrong with `batch_input` and `batch_output`, and a pattern that finds it in the text."""
-    inputs = {tensor.name: tensor for tensor in message.input}
-    for field in ("batch_input", "batch_output"):
-        for given in getattr(message, field):
-            sources = list(given.source_input)
-            if len(sources) != 1 or sources[0] not in inputs:
-                reason = f"`{field}` must name one input as its `source_input`, got {sources}"
-                return reason, rf"\b{field}\b"
-    for given in message.batch_input:
-        if enum_name(given, "data_type") not in _BY_CONFIG_NAME:
-            return f"`batch_input` {list(given.target_name)} has no `data_type`", r"\bbatch_input\b"
-    for tensor in message.input:
-        if tensor.allow_ragged_batch and (message.max_batch_size < 1 or tensor.HasField("reshape")):
-            what = "a `max_batch_size` of 1 or more, and no `reshape`"
-            return f"`allow_ragged_batch` of input '{tensor.name}' needs {what}", r"\ballow_ragged_batch\b"
-    return None
-
-
-def _fits(dims: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a tensor of these dims can take this shape, whatever size each -1 has."""
-    sizes = [math.prod(dim for dim in side if dim != -1) for side in (dims, shape)]
-    variable = [sum(dim == -1 for dim in side) for side in (dims, shape)]
-    return sizes[0] == sizes[1] and variable[0] == variable[1] and all(dim == -1 or dim > 0 for dim in shape)
-
-
 def _write_tensors(message: Any, signature: Signature) -> None:
     message.max_batch_size = signature.max_batch_size
     for target, specs in ((message.input, signature.inputs), (message.output, signature.outputs)):
@@ -607,47 +535,13 @@ def _write_tensors(message: Any, signature: Signature) -> None:
                 tensor.optional = True
 
 
-def _normalise(message: Any) -> None:
-    if not message.version_policy.WhichOneof("policy_choice"):
-        message.version_policy.latest.num_versions = 1
-    for memory in (message.optimization.input_pinned_memory, message.optimization.output_pinned_memory):
-        if not memory.ListFields():
-            memory.enable = True
-    if message.HasField("ensemble_scheduling"):
-        message.platform = "ensemble"
-    if not message.instance_group and message.platform != "ensemble":
-        message.instance_group.add(name=message.name)
-    for number, group in enumerate(message.instance_group):
-        group.name = group.name or f"{message.name}_{number}"
-        group.count = max(group.count, 1)
-        if enum_name(group, "kind") == "KIND_AUTO":
-            group.kind = "KIND_GPU" if group.gpus else "KIND_CPU"
-    if message.backend == "python" and not message.default_model_filename:
-        message.default_model_filename = "model.py"
-    _normalise_batchers(message)
-
-
-def _normalise_batchers(message: Any) -> None:
-    batchers = []
-    if message.HasField("dynamic_batching"):
-        batchers.append(message.dynamic_batching)
-    if message.HasField("sequence_batching"):
-        sequences = message.sequence_batching
-        sequences.max_sequence_idle_microseconds = sequences.max_sequence_idle_microseconds or 1_000_000
-        if sequences.HasField("oldest"):
-            batchers.append(sequences.oldest)
-    for batcher in batchers:
-        if not batcher.preferred_batch_size and message.max_batch_size:
-            batcher.preferred_batch_size.append(message.max_batch_size)
-
-
 def _size(group: Any) -> int:
     by_gpu = enum_name(group, "kind") == "KIND_GPU" and len(group.gpus)
     return int(group.count * (by_gpu or 1))
 
 
 def _datatype(tensor: Any) -> Datatype:
-    return _BY_CONFIG_NAME[enum_name(tensor, "data_type")]
+    return BY_CONFIG_NAME[enum_name(tensor, "data_type")]
 
 
 def _line_of(text: str, pattern: str) -> int | None:

@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 
 from trio_infer.errors import InferError
+from trio_infer.protocol.config_checks import BY_CONFIG_NAME
 from trio_infer.protocol.config_schema import enum_name
 from trio_infer.protocol.datatypes import Datatype
 from trio_infer.protocol.queueing import Batching
@@ -22,7 +23,6 @@ from trio_infer.protocol.values import Array, InferRequest
 
 __all__ = ["Control", "Sequencing", "State", "sequence_of"]
 
-_BY_CONFIG_NAME: Final = {datatype.config_name: datatype for datatype in Datatype}
 _BOUNDS: Final = {"UINT32": (0, 2**32), "INT32": (-(2**31), 2**31), "UINT64": (0, 2**64), "INT64": (-(2**63), 2**63)}
 
 
@@ -157,7 +157,7 @@ def sequence_of(request: InferRequest) -> tuple[int | str, bool, bool]:
 def _control(name: str, message: Any) -> Control:
     kind: Any = enum_name(message, "kind").removeprefix("CONTROL_SEQUENCE_").lower()
     if kind == "corrid":
-        datatype = _BY_CONFIG_NAME.get(enum_name(message, "data_type"), Datatype.UINT64)
+        datatype = BY_CONFIG_NAME.get(enum_name(message, "data_type"), Datatype.UINT64)
         if datatype is not Datatype.BYTES and datatype.value not in _BOUNDS:
             raise ValueError(f"control input '{name}' must have a `data_type` of 32 or 64 bit integers, or TYPE_STRING")
         return Control(name, kind, datatype)
@@ -173,7 +173,7 @@ def _control(name: str, message: Any) -> Control:
 
 
 def _state(message: Any) -> State:
-    datatype = _BY_CONFIG_NAME.get(enum_name(message, "data_type"))
+    datatype = BY_CONFIG_NAME.get(enum_name(message, "data_type"))
     if datatype is None or not (message.input_name and message.output_name and message.dims):
         name = message.input_name or message.output_name
         raise ValueError(f"state '{name}' must have an `input_name`, an `output_name`, a `data_type` and `dims`")
