@@ -231,7 +231,7 @@ async def test_a_request_that_has_waited_for_too_long_is_refused_on_time_or_lets
     autojump_clock: Any,
 ) -> None:
     for action, expected in (("reject", [[0], [2]]), ("delay", [[0], [2], [1]])):
-        policy = QueuePolicy(0, 0.5, action, allow_timeout_override=True)  # type: ignore[arg-type]
+        policy = QueuePolicy(0, 0.5, action, allow_timeout_override=True)  # type: ignore[arg-type]  # one of the two
         model = Doubler(queueing=Queueing(policy), max_batch_size=1, batching=None)
         begun = trio.current_time()
         async with desk(NativeRunner(model)) as at:

@@ -534,7 +534,7 @@ async def test_poll_mode_loads_what_an_ensemble_asks_once_and_tries_the_ensemble
         assert (made["a"], made["b"], made["c"]) == (1, 1, 1)
         assert on.catalog.find("a", None) is not None
         assert on.catalog.find("x", None) is None
-        assert "asks model 'y'" in (await on.states())["x:1"].reason  # type: ignore[union-attr]
+        assert "asks model 'y'" in (await on.states())["x:1"].reason  # type: ignore[union-attr]  # there is one
         models.prints["y"] = 1
         with trio.fail_after(5):
             await models.looked_at(3)
