@@ -21,6 +21,7 @@ __all__ = [
     "InferError",
     "ModelLoadError",
     "Rescheduled",
+    "RunCancelled",
     "SetupError",
     "UnknownModelError",
 ]
@@ -82,6 +83,14 @@ class Rescheduled(InferError):
             "configuration",
             ErrorCode.INTERNAL,
         )
+
+
+class RunCancelled(BaseException):
+    """A model's code asked whether anybody still wants its result, and nobody does.
+
+    Raised by `check_cancelled` and by what stops a backend's computation; it ends the run, and goes no further. Not an
+    `Exception`, as trio's `Cancelled` is none: code that handles failures is not to take it for one.
+    """
 
 
 class BadJSONError(InferError):

@@ -64,8 +64,23 @@ def test_versions_are_served_by_the_policy(repository: Repository, policy: str, 
     [
         ({"m/config.pbtxt": CONFIG}, "it has no version directory"),
         ({"m/x.txt": ""}, "it has no version directory"),
-        ({"m/1/x.txt": ""}, "it has no `backend`, and no model.py to tell it by"),
-        ({"m/1/x": "", "m/config.pbtxt": 'backend: "onnxruntime"'}, "backend 'onnxruntime' is not supported; 'python'"),
+        ({"m/1/x.txt": ""}, "it has no `backend`, and none of model.py, model.onnx,"),
+        (
+            {"m/1/x": "", "m/config.pbtxt": 'backend: "tensorrt"'},
+            "backend 'tensorrt' is not supported; backends 'python'",
+        ),
+        (
+            {"m/1/x": "", "m/config.pbtxt": 'backend: "onnxruntime"'},
+            "each of its version directories must have one of model.onnx, the same in each",
+        ),
+        (
+            {"m/1/model.onnx": "", "m/2/x": "", "m/config.pbtxt": 'backend: "onnxruntime" version_policy { all {} }'},
+            "each of its version directories must have one of model.onnx, the same in each",
+        ),
+        (
+            {"m/1/x": "", "m/config.pbtxt": 'backend: "pytorch" platform: "onnxruntime_onnx"'},
+            "platform 'onnxruntime_onnx' is not supported; backends 'python'",
+        ),
         ({"m/1/x": "", "m/config.pbtxt": 'platform: "ensemble"'}, "must specify 'step' in its"),
         (
             {"m/1/x": "", "m/config.pbtxt": CONFIG + "version_policy { specific { versions: [ 3 ] } }"},

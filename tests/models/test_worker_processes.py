@@ -528,7 +528,9 @@ async def test_fifty_loads_leave_nothing_behind(repository: Repository) -> None:
         async with trio.open_nursery() as nursery:
             for _ in range(5):
                 nursery.start_soon(cycle)
-    assert held() == before
+    files, threads, shared = held()
+    assert (files, shared) == (before[0], before[2])
+    assert threads <= before[1], "trio's own that were idle for long may have ended"
     assert not [pid for pid in children() if not gone(pid)]
 
 

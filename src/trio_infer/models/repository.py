@@ -20,6 +20,7 @@ from typing import Final, Literal
 import attrs
 
 from trio_infer.errors import ModelLoadError, SetupError, UnknownModelError
+from trio_infer.models.backends import BACKENDS, backend_of_platform
 from trio_infer.models.ensemble import EnsembleRunner
 from trio_infer.models.model_files import fingerprint, read_labels
 from trio_infer.models.native import NativeRunner
@@ -38,6 +39,9 @@ MOST_INSTANCES: Final = 1000
 """Of one version of a Triton Python model: each is a process, or keeps a model in memory. More is a slip of the pen."""
 
 TWICE: Final = "model appears in two or more repositories"
+
+PYTHON: Final = ("python", "trio_infer")
+"""The backends whose models are Python code of the user's."""
 
 _NO_MODELS: Final = {"lost+found", "__pycache__"}
 
@@ -151,21 +155,19 @@ def _load_model(
     name = directory.name
     file = directory / "config.pbtxt"
     read = read_config(config, name) if config is not None else _read_file(file, name)
-    filename = read.default_model_filename or "model.py"
-    if Path(filename).name != filename or not filename.endswith(".py"):
-        reason = f"default_model_filename must be the name of a .py file in the version directory, got '{filename}'"
-        raise ModelLoadError(name, reason, where=file)
     versions = _versions(read, directory)
     labels = {output: read_labels(name, directory, path) for output, path in read.label_files.items()}
     if read.is_ensemble:
         read = read.renamed(served_as)
         return [EnsembleRunner(read, version=version, directory=directory, labels=labels) for version in versions]
-    read = read.with_backend(_backend(read, directory, versions, filename)).renamed(served_as)
+    read = read.with_backend(*_backend(read, directory, versions)).renamed(served_as)
     if read.backend == "trio_infer":
-        return _natives(read, directory, versions, filename, labels)
+        return _natives(read, directory, versions, read.default_model_filename, labels)
     if read.instance_count > MOST_INSTANCES:
         reason = f"{read.instance_count} instances are asked for by `instance_group`, more than {MOST_INSTANCES}"
         raise ModelLoadError(name, reason, where=read.where)
+    if read.backend in BACKENDS and BACKENDS[read.backend].stops_in_thread(read.default_model_filename) != "never":
+        execution = "thread"  # the library releases the GIL, and its work can be stopped there
     kind = TritonPythonRunner if (read.execution or execution) == "thread" else ProcessRunner
     return [
         kind(read, directory=directory, version=version, auto_complete=auto_complete, labels=labels)
@@ -220,19 +222,46 @@ def _versions(config: ModelConfig, directory: Path) -> tuple[int, ...]:
     return versions
 
 
-def _backend(config: ModelConfig, directory: Path, versions: Sequence[int], filename: str) -> str:
-    if config.backend in {"python", "trio_infer"} and not config.platform:
-        return config.backend
-    if not config.backend and not config.platform:
-        if all((directory / str(version) / filename).is_file() for version in versions):
-            return "python"
-        raise ModelLoadError(config.name, f"it has no `backend`, and no {filename} to tell it by", where=directory)
-    kind = f"platform '{config.platform}'" if config.platform else f"backend '{config.backend}'"
-    raise ModelLoadError(
-        config.name,
-        f"{kind} is not supported; 'python' and 'trio_infer' are, and platform 'ensemble'",
-        where=config.where,
-    )
+def _backend(config: ModelConfig, directory: Path, versions: Sequence[int]) -> tuple[str, str]:
+    """Which backend it is for, and the name of the model's file."""
+    name = config.backend or backend_of_platform(config.platform) or _tell(config, directory, versions)
+    backend = BACKENDS.get(name)
+    if (backend is None and (name not in PYTHON or config.platform)) or (
+        backend is not None and config.platform not in {"", *backend.platforms}
+    ):
+        kind = f"platform '{config.platform}'" if config.platform else f"backend '{config.backend}'"
+        known = ", ".join(f"'{each}'" for each in (*PYTHON, *BACKENDS))
+        raise ModelLoadError(
+            config.name, f"{kind} is not supported; backends {known} are, and platform 'ensemble'", where=config.where
+        )
+    filename = config.default_model_filename
+    if not filename:
+        found = (
+            [backend.find(directory / str(version)) for version in versions] if backend is not None else ["model.py"]
+        )
+        if backend is not None and (len(set(found)) > 1 or not found[0]):
+            reason = f"each of its version directories must have one of {', '.join(backend.files)}, the same in each"
+            raise ModelLoadError(config.name, reason, where=directory)
+        filename = found[0]
+    suffixes = {Path(file).suffix for file in backend.files} if backend is not None else {".py"}
+    if Path(filename).name != filename or Path(filename).suffix not in suffixes:
+        kinds = " or ".join(sorted(suffixes))
+        reason = f"default_model_filename must be the name of a {kinds} file in the version directory, got '{filename}'"
+        raise ModelLoadError(config.name, reason, where=config.where or directory / "config.pbtxt")
+    return name, filename
+
+
+def _tell(config: ModelConfig, directory: Path, versions: Sequence[int]) -> str:
+    """The backend of a model whose configuration says neither that nor a platform, by its files."""
+    if config.platform:
+        return ""
+    files = {config.default_model_filename or "model.py": "python"}
+    files |= {file: name for name, backend in BACKENDS.items() for file in backend.files if not file.endswith(".py")}
+    for file, name in files.items():
+        if all((directory / str(version) / file).is_file() for version in versions):
+            return name
+    reason = f"it has no `backend`, and none of {', '.join(files)} to tell it by"
+    raise ModelLoadError(config.name, reason, where=directory)
 
 
 @attrs.frozen

@@ -21,8 +21,9 @@ from trio_infer.protocol.values import InferRequest, InferResponse, Send, Signat
 
 __all__ = ["Attend", "Batches", "Collects", "Instance", "Runner", "Stops"]
 
-Stops: TypeAlias = Literal["checkpoint", "callback", "never"]
-"""Where a cancelled run ends: at trio's next checkpoint; when the model next asks `is_cancelled()`; at its own end."""
+Stops: TypeAlias = Literal["checkpoint", "callback", "operator", "token", "process", "never"]
+"""Where a cancelled run ends: at trio's next checkpoint; when the model next asks `is_cancelled()`; with the operator,
+or the token, that is now being computed; when its process is killed; at its own end."""
 
 Attend: TypeAlias = Callable[[Send], Awaitable[None]]
 """Takes part in a batch for one of its requests, in that request's task; else as `Runner.run`."""

@@ -16,10 +16,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final, Protocol
 
-from trio_infer.errors import InferError
+from trio_infer.errors import InferError, RunCancelled
 from trio_infer.protocol.values import InferResponse
 
-__all__ = ["Job", "current_jobs", "is_trio_cancelled", "working_on"]
+__all__ = [
+    "Job",
+    "check_cancelled",
+    "current_jobs",
+    "is_cancelled",
+    "is_trio_cancelled",
+    "when_all_left",
+    "when_cancelled",
+    "working_on",
+]
 
 
 class Job(Protocol):
@@ -39,6 +48,9 @@ class Job(Protocol):
     @property
     def error(self) -> InferError | None:
         """What `finish` was told, if the client gets to know it."""
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody wants it any more; cheap enough for each step of a loop."""
 
     def start(self) -> bool:
         """`execute` is about to be called. False: nobody wants it any more, don't."""
@@ -90,6 +102,48 @@ def working_on(jobs: Sequence[Job]) -> Iterator[None]:
         yield
     finally:
         _jobs.reset(token)
+
+
+def is_cancelled() -> bool:
+    """Whether nobody wants any more what the calling code computes: all requests of its run have been given up.
+
+    For code that runs in a thread or a process of the server's: Triton Python models, functions, modules of a backend.
+    It costs less than a microsecond. Outside of a run it is always False, so the same code can be called by a test.
+    """
+    jobs = _jobs.get()
+    return bool(jobs) and all(job.is_cancelled() for job in jobs)
+
+
+def check_cancelled() -> None:
+    """Leave the run if `is_cancelled`.
+
+    Raises:
+        RunCancelled: nobody wants the result; let it out.
+    """
+    if is_cancelled():
+        raise RunCancelled
+
+
+def when_cancelled(callback: Callable[[], object]) -> None:
+    """Call back when `is_cancelled` turns true for the calling code, while its `execute` runs.
+
+    Args:
+        callback: called at most once, at once if it is true already, in whatever thread; must be quick and not raise.
+    """
+    when_all_left(_jobs.get(), callback)
+
+
+def when_all_left(jobs: Sequence[Job], callback: Callable[[], object]) -> None:
+    """Call back, as `Job.when_left`, when the last of these requests is given up; never if there are none."""
+    waiting = [None for _ in jobs]
+
+    def left() -> None:
+        waiting.pop()
+        if not waiting:
+            callback()
+
+    for job in jobs:
+        job.when_left(left)
 
 
 def is_trio_cancelled(error: BaseException) -> bool:

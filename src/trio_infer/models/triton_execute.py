@@ -23,8 +23,8 @@ from typing import Any, Final, TypeAlias
 
 import attrs
 
-from trio_infer.errors import ErrorCode, InferError, Rescheduled
-from trio_infer.models.triton_current import Job, is_trio_cancelled, working_on
+from trio_infer.errors import ErrorCode, InferError, Rescheduled, RunCancelled
+from trio_infer.models.triton_current import Job, is_trio_cancelled, when_all_left, working_on
 from trio_infer.models.triton_imports import ModelCode
 from trio_infer.models.triton_loop import InstanceLoop
 from trio_infer.models.triton_messages import InferenceRequest, InferenceResponse, Outlet
@@ -196,15 +196,7 @@ class Executor:
     def _submit(self, loaded: Loaded, batch: Batch, coroutine: Coroutine[Any, Any, Any]) -> Any:
         running = loaded.loop.submit(coroutine)
         if self._cancel_tasks:
-            waiting = [None for _ in batch]
-
-            def left() -> None:
-                waiting.pop()
-                if not waiting:
-                    running.cancel()
-
-            for job, _ in batch:
-                job.when_left(left)
+            when_all_left([job for job, _ in batch], running.cancel)
         if not self._decoupled:
             return running
         for job, _ in batch:
@@ -268,6 +260,10 @@ class Executor:
 
     def _failures(self, loaded: Loaded, error: BaseException, count: int) -> list[Result]:
         """`execute` failed for all of them; the first one has the cause, so that the log has it once."""
+        if isinstance(error, RunCancelled):  # and nobody is left to be told
+            return [
+                InferError(f"model instance '{loaded.name}' was cancelled", ErrorCode.CANCELLED) for _ in range(count)
+            ]
         failures: list[Result] = [self._failure(loaded, error) for _ in range(count)]
         for failure in failures[1:]:
             assert failure is not None

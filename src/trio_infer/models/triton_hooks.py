@@ -11,6 +11,7 @@ from typing import Any
 
 from trio_infer.errors import ModelLoadError
 from trio_infer.models import triton_utils
+from trio_infer.models.backends import backend_class
 from trio_infer.models.triton_autocomplete import AutoCompleteConfig
 from trio_infer.models.triton_current import is_trio_cancelled
 from trio_infer.models.triton_imports import PB_UTILS, ModelCode
@@ -18,11 +19,12 @@ from trio_infer.models.triton_imports import PB_UTILS, ModelCode
 __all__ = ["auto_complete", "import_class", "initialize", "make", "model_fault"]
 
 
-def import_class(code: ModelCode) -> type[Any]:
-    """Import the file, and find the class in it.
+def import_class(code: ModelCode, backend: str = "") -> type[Any]:
+    """Import the file, and find the class in it; or the class that a backend has for it.
 
     Args:
         code: an instance's own.
+        backend: the backend that runs it; "" for a Triton Python model.
 
     Raises:
         ModelLoadError: what is wrong, with the file and line where there is one.
@@ -30,6 +32,10 @@ def import_class(code: ModelCode) -> type[Any]:
     if not code.file.is_file():
         raise ModelLoadError(code.model, f"there is no {code.file.name} in its version directory", where=code.file)
     sys.modules[PB_UTILS] = triton_utils
+    if backend:
+        code.register()
+        with model_fault(code, f"backend '{backend}'"):
+            return backend_class(backend, code)
     with model_fault(code, "importing it"):
         module = code.load()
     made = getattr(module, "TritonPythonModel", None)
@@ -71,7 +77,7 @@ def make(model_class: Any, code: ModelCode) -> Any:
     Raises:
         ModelLoadError: it raised.
     """
-    with model_fault(code, "TritonPythonModel()"):
+    with model_fault(code, f"{model_class.__name__}()"):
         return model_class()
 
 

@@ -12,13 +12,16 @@ from trio_infer.protocol.model_config import ModelConfig
 __all__ = ["import_model", "initialize", "initialize_arguments", "model_fault"]
 
 
-def import_model(code: ModelCode, config: ModelConfig, *, auto_complete: bool) -> tuple[Any, ModelConfig]:
+def import_model(
+    code: ModelCode, config: ModelConfig, *, auto_complete: bool, backend: str = ""
+) -> tuple[Any, ModelConfig]:
     """Import the file and make the model object.
 
     Args:
         code: an instance's own.
         config: as far as it is known.
         auto_complete: whether to ask the model for the rest of it.
+        backend: the backend that runs it; "" for a Triton Python model.
 
     Returns:
         the model, not initialized yet; the configuration, complete.
@@ -26,7 +29,7 @@ def import_model(code: ModelCode, config: ModelConfig, *, auto_complete: bool) -
     Raises:
         ModelLoadError: what is wrong, with the file and line where there is one.
     """
-    made = triton_hooks.import_class(code)
+    made = triton_hooks.import_class(code, backend)
     if auto_complete:
         completed = triton_hooks.auto_complete(made, code, config.as_json())
         if completed is not None:

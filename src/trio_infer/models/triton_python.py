@@ -84,7 +84,7 @@ class TritonPythonRunner(TritonRunner):
                 code = ModelCode(config.name, self.file, bridge)
                 try:
                     auto_complete = self._auto_complete and index == 0
-                    made, config = import_model(code, config, auto_complete=auto_complete)
+                    made, config = import_model(code, config, auto_complete=auto_complete, backend=self.backend)
                     initialize(made, code, config, index, self.version)
                 except BaseException:
                     code.forget()

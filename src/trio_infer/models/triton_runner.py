@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from trio_infer.models.backends import BACKENDS
 from trio_infer.models.runner import Stops
 from trio_infer.models.triton_work import Work
 from trio_infer.protocol.model_config import ModelConfig
@@ -31,7 +32,6 @@ class TritonRunner:
         signature, config: after `load`, with what the model completed; before it, what the file says.
     """
 
-    stops: Stops = "callback"
     joins: bool = True
 
     def __init__(
@@ -63,6 +63,17 @@ class TritonRunner:
             self.signature = config.signature(str(self.version), self._labels)
         except KeyError:  # a tensor without a datatype, which the model may still complete
             self.signature = Signature(config.name, str(self.version), (), ())
+
+    @property
+    def backend(self) -> str:
+        """The backend that runs it; "" for a Triton Python model."""
+        return self.config.backend if self.config.backend in BACKENDS else ""
+
+    @property
+    def stops(self) -> Stops:
+        """Where a cancelled run ends, as far as the model or its backend sees to it."""
+        backend = BACKENDS.get(self.config.backend)
+        return "callback" if backend is None else backend.stops_in_thread(self.file.name)
 
     @property
     def instances(self) -> int:

@@ -109,6 +109,10 @@ class Work:
         """Whether the task needs nothing more."""
         return self._left
 
+    def is_cancelled(self) -> bool:
+        """Whether nobody wants it any more; in any thread."""
+        return self._left or (self.life is not None and self.life.cancelled)
+
     @property
     def index(self) -> int:
         """Of the instance that this began in."""

@@ -420,9 +420,9 @@ class ModelConfig:
         """The same for a model that is served under another name than its directory's."""
         return self._changed(name=name)
 
-    def with_backend(self, backend: str) -> ModelConfig:
-        """The same with the backend that was found out."""
-        return self._changed(backend=backend)
+    def with_backend(self, backend: str, filename: str) -> ModelConfig:
+        """The same with the backend, and the name of the model's file, that were found out."""
+        return self._changed(backend=backend, default_model_filename=filename)
 
     def _changed(self, **fields: str) -> ModelConfig:
         message = new_config()

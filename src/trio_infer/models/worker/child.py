@@ -109,7 +109,7 @@ class _Worker:
         _set_levels(fields["levels"])
         self._code = WorkerCode(fields["model"], Path(fields["file"]), self._bridge)
         try:
-            self._class = import_class(self._code)
+            self._class = import_class(self._code, fields["backend"])
             config = fields["config"]
             completed = None if config is None else auto_complete(self._class, self._code, config)
         except ModelLoadError as error:

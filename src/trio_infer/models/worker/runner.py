@@ -105,7 +105,7 @@ class ProcessRunner(TritonRunner):
         """
         plan = Plan(
             name=self.config.name,
-            setting={"model": self.config.name, "file": str(self.file), "sys_path": sys.path},
+            setting={"model": self.config.name, "file": str(self.file), "backend": self.backend, "sys_path": sys.path},
             host=host,
             decoupled=lambda: self.signature.decoupled,
             deaf_after=self._deaf_after,
