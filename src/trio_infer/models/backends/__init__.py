@@ -1,9 +1,9 @@
 """Backends that come with the server: each runs the models of a library, and knows how to stop that library's work.
 
 A backend is a class that looks to the server like a Triton Python model: `auto_complete_config`, `initialize`,
-`execute`, `finalize`. So it runs in threads or in worker processes, alone or in batches, with one response or many, by the same
-code that runs models written for Triton; what it adds is how its library is told that a result is not wanted any more
-(`triton_current.when_cancelled` and `is_cancelled`).
+`execute`, `finalize`. So it runs in threads or in worker processes, alone or in batches, with one response or many, by
+the same code that runs models written for Triton; what it adds is how its library is told that a result is not wanted
+any more (`triton_current.when_cancelled` and `is_cancelled`).
 
 Its module is imported when the first of its models loads, where that runs: the libraries are optional, and heavy.
 """
