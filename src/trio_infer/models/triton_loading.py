@@ -48,18 +48,21 @@ def initialize(model: Any, code: ModelCode, config: ModelConfig, index: int, ver
     triton_hooks.initialize(model, code, initialize_arguments(config, index, version, directory))
 
 
-def initialize_arguments(config: ModelConfig, index: int, version: int, directory: str) -> dict[str, str]:
+def initialize_arguments(
+    config: ModelConfig, index: int, version: int, directory: str, name: str = ""
+) -> dict[str, str]:
     """What Triton gives to `initialize`: seven strings.
 
     Args:
         index: of the instance.
         directory: the model's.
+        name: of an instance that is to be able to stand in for it; "" for itself.
     """
     kind, device = config.instance_device(index)
     return {
         "model_config": config.json_text,
         "model_instance_kind": kind,
-        "model_instance_name": config.instance_name(index),
+        "model_instance_name": name or config.instance_name(index),
         "model_instance_device_id": str(device),
         "model_repository": directory,
         "model_version": str(version),

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from trio_infer.protocol.config_schema import enum_name
 from trio_infer.protocol.datatypes import Datatype
+from trio_infer.protocol.worker_settings import fault_of_worker
 
 __all__ = ["BY_CONFIG_NAME", "fault_of", "fault_of_cache", "fault_of_tensor"]
 
@@ -16,8 +17,14 @@ BY_CONFIG_NAME: Final = {datatype.config_name: datatype for datatype in Datatype
 
 
 def fault_of(message: Any) -> tuple[str, str] | None:
-    """What is wrong with how requests are joined or answers kept; and a pattern that finds it in the text."""
-    return _fault_of_batching(message) or fault_of_cache(message) or _fault_of_ragged(message)
+    """What is wrong with how requests are joined, answers kept or processes run; and a pattern that finds it."""
+    given = {key: value.string_value for key, value in message.parameters.items()}
+    return (
+        _fault_of_batching(message)
+        or fault_of_cache(message)
+        or _fault_of_ragged(message)
+        or fault_of_worker(given, stateful=message.HasField("sequence_batching"))
+    )
 
 
 def fault_of_cache(message: Any) -> tuple[str, str] | None:

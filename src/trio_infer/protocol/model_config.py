@@ -11,7 +11,7 @@ shown.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal
@@ -27,6 +27,7 @@ from trio_infer.protocol.datatypes import Datatype
 from trio_infer.protocol.queueing import Batching, Needs, Queueing
 from trio_infer.protocol.sequencing import Sequencing
 from trio_infer.protocol.values import Signature, TensorSpec
+from trio_infer.protocol.worker_settings import WORKER_PARAMETERS, WorkerSettings
 
 __all__ = ["BatchInput", "EnsembleStep", "ModelConfig", "Ragged", "VersionPolicy"]
 
@@ -34,7 +35,7 @@ _OWN_PARAMETERS: Final = {
     "on_disconnect": ("cancel|finish", "'cancel' or 'finish'"),
     "cancel_tasks": ("true|false", "'true' or 'false'"),
     "execution": ("process|thread", "'process' or 'thread'"),
-    "cancel_grace_ms": ("[0-9]{1,9}", "a whole number of milliseconds"),
+    **WORKER_PARAMETERS,
     "max_slots": ("[1-9][0-9]{0,4}", "a whole number from 1 to 99999"),
     "prefill_budget": ("[1-9][0-9]{0,8}", "a whole number of tokens, 1 or more"),
 }
@@ -314,10 +315,15 @@ class ModelConfig:
         return None if choice is None else "thread" if choice == "thread" else "process"
 
     @property
+    def worker(self) -> WorkerSettings:
+        """How its worker processes are run."""
+        stateful = bool(self.message.HasField("sequence_batching"))
+        return WorkerSettings.of_parameters(self.parameters, stateful=stateful)
+
+    @property
     def cancel_grace(self) -> float | None:
-        """Our own parameter, in seconds: how long a cancelled request may go on before its process is killed."""
-        milliseconds = self.parameters.get("cancel_grace_ms")
-        return None if milliseconds is None else int(milliseconds) / 1000
+        """In seconds: how long a cancelled request may go on before its process is killed; None for any time."""
+        return self.worker.grace
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -466,6 +472,28 @@ class ModelConfig:
         group, number = self._place(index)
         kind = enum_name(group, "kind").removeprefix("KIND_")
         return kind, group.gpus[number % len(group.gpus)] if kind == "GPU" and group.gpus else 0
+
+    def instance_kind(self, index: int) -> Hashable:
+        """What instances have in common that can stand in for each other: their group and device."""
+        return (self._place(index)[0].name, self.instance_device(index))
+
+    @property
+    def spare_names(self) -> dict[int, list[str]]:
+        """The names of spare instances, by the index of the first instance that they can stand in for.
+
+        An instance can be stood in for by one of the same group and device.
+        """
+        kinds: dict[Hashable, int] = {}
+        for index in range(self.instance_count):
+            kinds.setdefault(self.instance_kind(index), index)
+        names: dict[int, list[str]] = {}
+        numbers = {group.name: _size(group) for group in self.message.instance_group}
+        for index in kinds.values():
+            group = self._place(index)[0].name
+            count = self.worker.spares
+            names[index] = [f"{group}_{numbers[group] + spare}" for spare in range(count)]
+            numbers[group] += count
+        return names
 
     def instance_needs(self, index: int) -> Needs:
         """What an instance needs while it runs."""

@@ -14,6 +14,7 @@ import ctypes
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -42,8 +43,10 @@ _PR_SET_NAME: Final = 15
 
 def main() -> None:
     """What `process` has the interpreter call; ends the process."""
-    name, parent, run_fd, control_fd, memory_fd = sys.argv[1:6]
+    name, parent, run_fd, control_fd, memory_fd, memory_limit = sys.argv[1:7]
     _tie_to(int(parent), name)
+    if int(memory_limit):
+        resource.setrlimit(resource.RLIMIT_DATA, (int(memory_limit), int(memory_limit)))
     faulthandler.enable()
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the server, which says what is to be done
         signal.signal(number, lambda *_: None)  # not SIG_IGN: programs that the model starts would inherit that

@@ -23,18 +23,39 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
+import attrs
 import trio
 
 from trio_infer.models.worker.codec import CodecError, Inbox, Kind, Message, encode, pack
 from trio_infer.models.worker.memory import Blocks, Memory, create
 from trio_infer.protocol.values import Array
 
-__all__ = ["Worker", "died_of"]
+__all__ = ["Launch", "Worker", "died_of"]
 
 _HOME: Final = str(Path(__file__).resolve().parents[3])
-_BOOT: Final = "import sys; sys.path.insert(0, {home!r}); from trio_infer.models.worker.child import main; main()"
+_BOOT: Final = (
+    "import os, sys; cpus = {cpus}; cpus and os.sched_setaffinity(0, cpus); sys.path.insert(0, {home!r}); "
+    "from trio_infer.models.worker.child import main; main()"
+)
+"""The CPUs come first: numpy's import counts them, and starts a thread for each."""
+
+
+@attrs.frozen
+class Launch:
+    """How a process is started.
+
+    Args:
+        environment: variables that it has besides the server's.
+        cpus: that it runs on; none for all that the server may use.
+        memory_limit: bytes of private, writable memory that it may have; 0 for any number.
+    """
+
+    environment: Mapping[str, str] = MappingProxyType({})
+    cpus: frozenset[int] = frozenset()
+    memory_limit: int = 0
 
 
 class Worker:
@@ -42,13 +63,18 @@ class Worker:
 
     Args:
         name: of the instance; shown by `ps`.
+        launch: how it is started.
+
+    Attributes:
+        ended: set when it is reaped.
 
     Raises:
         OSError: no process, no memory or no descriptor is to be had.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, launch: Launch) -> None:
         self.name = name
+        self.ended: trio.Event = trio.Event()
         self.memory: Memory
         memory_fd, self.memory = create()
         theirs: list[socket.socket] = []
@@ -59,8 +85,11 @@ class Worker:
                 ours.append(mine)
                 theirs.append(other)
             fds = [theirs[0].fileno(), theirs[1].fileno(), memory_fd]
+            boot = _BOOT.format(home=_HOME, cpus=sorted(launch.cpus))
+            arguments = [name, str(os.getpid()), *map(str, fds), str(launch.memory_limit)]
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, and nothing from outside
-                [sys.executable, "-P", "-c", _BOOT.format(home=_HOME), name, str(os.getpid()), *map(str, fds)],
+                [sys.executable, "-P", "-c", boot, *arguments],
+                env={**os.environ, **launch.environment},
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
                 process_group=0,
@@ -205,6 +234,7 @@ class Worker:
                 self._process.wait(1.0)
         for line in (self._run, self._control):
             line.sock.close()
+        self.ended.set()
         return -signal.SIGKILL if self._process.returncode is None else self._process.returncode
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -17,15 +19,16 @@ from trio_infer.models.triton_execute import READY_WITHIN
 from trio_infer.models.triton_loading import initialize_arguments
 from trio_infer.models.triton_runner import TritonRunner
 from trio_infer.models.triton_work import Work, attend
-from trio_infer.models.worker.slot import REAPING, Plan, Slot
+from trio_infer.models.worker.process import Launch
+from trio_infer.models.worker.slot import FINALIZING, REAPING, Plan, Slot
 from trio_infer.models.worker.works import RemoteWork
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import InferRequest, Send
 
 __all__ = ["ProcessRunner"]
 
-FINALIZING: Final = 10.0
-"""Seconds that a model's `finalize` has, with the end of its process; a server that goes down allows 5."""
+SPARE_AFTER: Final = 1.0
+"""Seconds from a model's being ready until the first process of its spares is started."""
 
 log: logging.Logger = logging.getLogger("trio_infer.models")
 
@@ -81,17 +84,29 @@ class _Late:
 class ProcessRunner(TritonRunner):
     """Runs one version of a Triton Python model, each instance in a process of its own; see `TritonRunner` for the
     arguments.
+
+    Beside the instances there may be *spares*: processes whose model is initialized, and that wait to take the place of
+    one that is killed, has died or is worn. They are first started when the model has been ready for a second, so that
+    a server that starts has all its models ready first. What was replaced is a spare when it is ready again.
+
+    Attributes:
+        spare_after: seconds from the model's being ready until its spares are started.
+        exits: how many processes have ended so far, by why; see `Plan.on_exit`.
     """
 
     def __init__(self, config: ModelConfig, **options: Any) -> None:
         super().__init__(config, **options)
         self._slots: list[Slot] = []
-        self._closing = False
+        self._places: list[Slot] = []  # by instance: the slot that serves for it; the others are spares
+        self._closing = trio.Event()
+        self.exits: Counter[str] = Counter()
+        self.spare_after: float = SPARE_AFTER
         self._changed = trio.lowlevel.ParkingLot()
 
     def configure(self, config: ModelConfig) -> None:
         super().configure(config)
-        self._grace = config.cancel_grace
+        self._worker = config.worker
+        self._stateful = config.sequencing is not None
 
     # ---- loading and unloading
 
@@ -109,10 +124,14 @@ class ProcessRunner(TritonRunner):
             host=host,
             decoupled=lambda: self.signature.decoupled,
             deaf_after=self._deaf_after,
-            grace=lambda: self._grace,
+            grace=lambda: self._worker.grace,
+            max_requests=lambda: self._worker.max_requests,
+            has_spares=lambda: self._worker.spares > 0,
             changed=self._tell,
             on_over=self._work_over,
+            on_exit=self._count_exit,
         )
+        self._check_cpus()
         try:
             self._add_slots(plan, asked=self._auto_complete)
             completed = await self._slots[0].imported()
@@ -126,6 +145,9 @@ class ProcessRunner(TritonRunner):
                 slot.configure(self._settings(index))
             for slot in self._slots[: self.instances]:
                 await slot.loaded()
+            self._places = self._slots[: self.instances]
+            if self._worker.spares:
+                trio.lowlevel.spawn_system_task(self._add_spares, plan, name=f"<spares of {self.config.name}>")
         except ModelLoadError:
             with trio.move_on_after(FINALIZING):
                 await self._finish()
@@ -138,23 +160,58 @@ class ProcessRunner(TritonRunner):
         while len(self._slots) < self.instances:
             index = len(self._slots)
             config = self.config.as_json() if asked and index == 0 else None
-            slot = Slot(plan, self.config.instance_name(index), config)
+            kind = self.config.instance_kind(index)
+            slot = Slot(plan, self.config.instance_name(index), kind, self._launch(index), config)
             self._slots.append(slot)
             slot.start()
 
-    def _settings(self, index: int) -> dict[str, Any]:
+    async def _add_spares(self, plan: Plan) -> None:
+        with trio.move_on_after(self.spare_after):
+            await self._closing.wait()
+            return
+        for index, names in self.config.spare_names.items():
+            for name in names:
+                spare = Slot(plan, name, self.config.instance_kind(index), self._launch(len(self._slots)))
+                self._slots.append(spare)
+                spare.start(self._settings(index, name))
+
+    def _launch(self, index: int) -> Launch:
+        worker = self._worker
+        cpus = worker.cpus[index % len(worker.cpus)] if worker.cpus else frozenset[int]()
+        return Launch(worker.environment, cpus, worker.memory_limit)
+
+    def _check_cpus(self) -> None:
+        if not self._worker.cpus:
+            return
+        if not hasattr(os, "sched_getaffinity"):
+            raise ModelLoadError(self.config.name, "`cpu_affinity` needs Linux", where=self.config.where)
+        missing = frozenset[int]().union(*self._worker.cpus) - os.sched_getaffinity(0)
+        if missing:
+            reason = (
+                f"`cpu_affinity` names the CPUs {sorted(missing)}, but the server may use only "
+                f"{sorted(os.sched_getaffinity(0))}"
+            )
+            raise ModelLoadError(self.config.name, reason, where=self.config.where)
+
+    def _settings(self, index: int, name: str = "") -> dict[str, Any]:
+        """What `INITIALIZE` says.
+
+        Args:
+            index: of the instance.
+            name: of the spare that is to be able to stand in for it; "" for itself.
+        """
         signature = self.signature
         return {
             "model": signature.name,
             "version": signature.version,
-            "instance": self.config.instance_name(index),
+            "instance": name or self.config.instance_name(index),
             "inputs": [[spec.name, spec.datatype.value, spec.shape] for spec in signature.inputs],
             "outputs": [[spec.name, spec.datatype.value, spec.shape] for spec in signature.outputs],
             "max_batch_size": signature.max_batch_size,
             "decoupled": signature.decoupled,
             "reshapes": self.config.reshapes,
             "cancel_tasks": self.config.cancel_tasks,
-            "arguments": initialize_arguments(self.config, index, self.version, str(self.directory)),
+            "arguments": initialize_arguments(self.config, index, self.version, str(self.directory), name),
         }
 
     async def unload(self) -> None:
@@ -162,7 +219,7 @@ class ProcessRunner(TritonRunner):
 
         Cancellation: leaves as soon as the processes that still run are killed (some 10 ms).
         """
-        self._closing = True
+        self._closing.set()
         self._changed.unpark_all()
         try:
             while self._works:
@@ -176,7 +233,7 @@ class ProcessRunner(TritonRunner):
 
     def kill(self) -> bool:
         """End all processes now; requests in them fail."""
-        self._closing = True
+        self._closing.set()
         for slot in self._slots:
             slot.kill("the model is being unloaded")
         self._tell()
@@ -220,7 +277,7 @@ class ProcessRunner(TritonRunner):
             or its process died.
 
         Cancellation: leaves at once, and senders are no longer waited for. The model learns of it by `is_cancelled()`;
-        if it goes on for longer than `cancel_grace_ms`, its process is killed.
+        if it goes on for longer than `cancel_grace_ms`, its process is killed, and a spare takes its place.
         """
         slot = await self._slot(instance.index)
         (work,) = self._begin(slot, [(instance, request)])
@@ -239,12 +296,30 @@ class ProcessRunner(TritonRunner):
         return begun
 
     def _free_slot(self, index: int) -> Slot | None:
-        # The instance's own; while that one has died, any that is free.
-        return next((slot for slot in (self._slots[index], *self._slots) if slot.free), None)
+        """The process that a request of this instance can begin in, if there is one now."""
+        own = self._places[index]
+        if own.free and own.fit:
+            return own
+        if not own.fit:
+            spare = self._spare_for(index)
+            if spare is not None:
+                self._places[index] = spare
+                if own.worn:
+                    own.rest()
+                return spare
+        if own.free or self._stateful:  # what a sequence left in its process is in no other one
+            return own if own.free else None
+        # While its own has died, any that is free.
+        return next((slot for slot in self._slots if slot.free), None)
+
+    def _spare_for(self, index: int) -> Slot | None:
+        kind = self._places[index].kind
+        spares = (slot for slot in self._slots if slot.kind == kind and slot not in self._places)
+        return next((slot for slot in spares if slot.free and slot.fit), None)
 
     async def _slot(self, index: int) -> Slot:
         while True:
-            if self._closing:
+            if self._closing.is_set():
                 raise InferError(
                     f"Request for model '{self.config.name}' which is not ready: it is being unloaded",
                     ErrorCode.UNAVAILABLE,
@@ -256,6 +331,9 @@ class ProcessRunner(TritonRunner):
 
     def _tell(self) -> None:
         self._changed.unpark_all()
+
+    def _count_exit(self, why: str) -> None:
+        self.exits[why] += 1
 
     def _work_over(self, work: Work) -> None:
         self._works.discard(work)

@@ -8,6 +8,12 @@ A process that dies takes with it the requests that it had in hand, and nothing 
 the instance is started again. The pause before that grows while processes die without having finished one request, so
 that a model that dies at each start, or at each request, doesn't keep the machine busy; a single crash costs no pause.
 
+The last rung of a cancel. A request that was cancelled and goes on for longer than `cancel_grace_ms` is *overdue*. A
+process in which every request is overdue is killed; while one of them isn't, it works for somebody. Whoever waits for
+its instance doesn't wait for its end: the requests are over, and the slot is out of use, in the instant of the SIGKILL,
+and a spare has the next request while this one is reaped and started anew behind it. A process that has served
+`max_requests` is *worn*: it is let go of in the same way, but politely, when nothing is in hand.
+
 Each instance is a system task, because requests come and go while it stays; it ends when it is unloaded, and by
 trio's own cancel when the run ends. Whatever way it ends, its process is killed and reaped before.
 """
@@ -16,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,15 +36,18 @@ from trio_infer.models.triton_work import Work
 from trio_infer.models.worker.calls import Calls
 from trio_infer.models.worker.codec import CodecError, Kind, Message, RemoteTraceback, read_error, unpack
 from trio_infer.models.worker.memory import CELLS
-from trio_infer.models.worker.process import Worker, died_of
+from trio_infer.models.worker.process import Launch, Worker, died_of
 from trio_infer.models.worker.records import levels, relay
+from trio_infer.models.worker.result import Result
 from trio_infer.models.worker.works import RemoteWork
 from trio_infer.protocol.values import InferRequest, InferResponse
 
-__all__ = ["Plan", "Slot"]
+__all__ = ["FINALIZING", "REAPING", "Plan", "Slot"]
 
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
+FINALIZING: Final = 10.0
+"""Seconds that a model's `finalize` has, with the end of its process; a server that goes down allows 5."""
 REAPING: Final = 5.0
 """Seconds after SIGKILL in which a process is gone: 20 ms with 2 GiB resident; only a broken driver keeps it."""
 
@@ -56,8 +65,11 @@ class Plan:
         decoupled: asked of the configuration, which may be completed on the way.
         deaf_after: see `Work`.
         grace: see `RemoteWork`.
+        max_requests: asked of the configuration: that a process serves before it is worn; 0 for any number.
+        has_spares: asked of the configuration: whether there is somebody to take the place of a process that is worn.
         changed: called when an instance has become free, or has died.
         on_over: called when a request's work is over.
+        on_exit: called with why a process has ended: "killed", "crashed", "worn" or "unloaded".
     """
 
     name: str
@@ -66,8 +78,11 @@ class Plan:
     decoupled: Callable[[], bool]
     deaf_after: float
     grace: Callable[[], float | None]
+    max_requests: Callable[[], int]
+    has_spares: Callable[[], bool]
     changed: Callable[[], None]
     on_over: Callable[[Work], None]
+    on_exit: Callable[[str], None]
 
 
 class Slot:
@@ -76,18 +91,24 @@ class Slot:
     Args:
         plan: the model's.
         name: the instance's.
+        kind: of the instance: those of one kind can stand in for each other.
+        launch: how its processes are started.
         config: as JSON, to be completed by the model; None if it isn't asked.
     """
 
-    def __init__(self, plan: Plan, name: str, config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, plan: Plan, name: str, kind: Hashable, launch: Launch, config: dict[str, Any] | None = None
+    ) -> None:
         self.name = name
+        self.kind = kind
+        self._launch = launch
         self.works: dict[int, RemoteWork] = {}
         self.done: trio.Event = trio.Event()
         self._plan = plan
         self._config = config
         self._settings: dict[str, Any] | None = None
-        self._imported: _Result = _Result()
-        self._loaded: _Result = _Result()
+        self._imported: Result = Result()
+        self._loaded: Result = Result()
         self._scope = trio.CancelScope()
         self._numbers = itertools.count(1)
         self._worker: Worker | None = None
@@ -98,10 +119,12 @@ class Slot:
         self._fault: ModelLoadError | None = None
         self._killed_why = ""
         self._finished = 0
+        self._begun = 0
+        self._struck = self._resting = False
         self._cells: list[int] = []
         self._next_cell = 0
         self._levels: dict[str, int] = {}
-        self._questions: dict[int, _Result] = {}
+        self._questions: dict[int, Result] = {}
 
     # ---- what it is asked
 
@@ -115,8 +138,26 @@ class Slot:
         """Whether a request can begin."""
         return self._ready and not self._occupied and not self._finishing
 
-    def start(self) -> None:
-        """Start its first process."""
+    @property
+    def worn(self) -> bool:
+        """Whether its process has served as many requests as it is to."""
+        return 0 < self._plan.max_requests() <= self._begun
+
+    @property
+    def fit(self) -> bool:
+        """Whether nothing speaks against its serving: no process that is missing, worn, or about to be killed."""
+        return self._ready and not self.worn and not any(work.doomed for work in self.works.values())
+
+    def start(self, settings: dict[str, Any] | None = None) -> None:
+        """Start its first process.
+
+        Args:
+            settings: what `INITIALIZE` says, for a spare, whose failures to load are its own; None to `configure` it.
+        """
+        if settings is not None:
+            self._settings = settings
+            self._imported.set(None)
+            self._loaded.set(None)
         trio.lowlevel.spawn_system_task(self._keep, name=f"<instance {self.name}>")
 
     async def imported(self) -> dict[str, Any] | None:
@@ -161,6 +202,7 @@ class Slot:
             except InferError as error:
                 begun.append(error)
         works = [work for work in begun if isinstance(work, RemoteWork)]
+        self._begun += len(works)
         if len(batch) > 1 and works and self._worker is not None:
             self._worker.run(Kind.EXECUTE, {})
         for work in works:
@@ -200,7 +242,7 @@ class Slot:
             decoupled=self._plan.decoupled(),
             deaf_after=self._plan.deaf_after,
             grace=self._plan.grace(),
-            enforce=self._enforce,
+            settle=self._settle,
             on_over=self._over,
         )
         self.works[number] = work
@@ -222,7 +264,7 @@ class Slot:
         if not self._asks_ready:
             return True
         number = next(self._numbers)
-        question = self._questions[number] = _Result()
+        question = self._questions[number] = Result()
         try:
             self._worker.control(Kind.IS_READY, {"id": number})
             return bool(await question.wait())
@@ -243,6 +285,11 @@ class Slot:
             self._scope.cancel()
         await self.done.wait()
 
+    def rest(self) -> None:
+        """Have its process end, politely, as soon as nothing is in hand, and start another."""
+        self._resting = True
+        self._settle()
+
     def kill(self, why: str = "") -> None:
         """End it now, for good."""
         self._finishing = True
@@ -260,11 +307,13 @@ class Slot:
         try:
             with self._scope:
                 while True:
-                    self._finished = 0
+                    self._finished = self._begun = 0
+                    self._struck = self._resting = False
                     await self._one_process()
                     if self._finishing or not self._loaded.known_good:
                         return
-                    pause = min(max(FIRST_PAUSE, 2 * pause), LONGEST_PAUSE) if not self._finished else 0.0
+                    willed = self._struck or self._finalized or self._finished
+                    pause = 0.0 if willed else min(max(FIRST_PAUSE, 2 * pause), LONGEST_PAUSE)
                     # The first crash after good work costs no pause; `pause` is that of the next one.
                     await trio.sleep(0 if pause <= FIRST_PAUSE else pause)
         except Exception:
@@ -276,9 +325,9 @@ class Slot:
             self._plan.changed()
 
     async def _one_process(self) -> None:
-        self._fault, self._killed_why = None, ""
+        self._fault, self._killed_why, self._finalized = None, "", False
         try:
-            worker = Worker(self.name)
+            worker = Worker(self.name, self._launch)
         except OSError as error:
             self._buried(f"no process can be started: {error}", 0)
             return
@@ -307,13 +356,13 @@ class Slot:
     def _buried(self, why: str, code: int) -> None:
         """Tell all who had to do with a process that it is gone."""
         stage = "initialized" if self._imported.known_good else "imported"
+        doing = "it is being unloaded" if self._finishing else "it is being restarted"
         if self._finalized or (self._finishing and not self.works):
             what = "ended"
         elif self._killed_why:
             what = f"was killed ({self._killed_why})"
         else:
             what = f"died ({why or died_of(code)})"
-        doing = "it is being unloaded" if self._finishing else "it is being restarted"
         if not self._loaded.known_good:
             error = self._fault or self._load_error(
                 why or f"its process died ({died_of(code)}) while the model was being {stage}"
@@ -323,8 +372,12 @@ class Slot:
         elif self._fault is not None:
             cause = self._fault.__cause__
             log.error("model instance '%s' can't be restarted: %s", self.name, self._fault, exc_info=cause)
+        elif (self._struck or self._finalized) and not self._finishing:
+            log.info("model instance '%s' %s; %s", self.name, what, doing)  # as it is meant to
         elif not self._finishing or self.works:
             log.error("model instance '%s' %s; %s", self.name, what, doing)
+        willed = "killed" if self._struck else "worn" if self._finalized else "crashed"
+        self._plan.on_exit("unloaded" if self._finishing else willed)
         for work in [*self.works.values()]:
             text = f"model instance '{self.name}' {what} while it ran this request; {doing}"
             work.died(InferError(text, ErrorCode.INTERNAL))
@@ -451,13 +504,40 @@ class Slot:
             work.worker.memory.cells[work.cell] = 0
             self._cells.append(work.cell)
         self._plan.on_over(work)
+        self._settle()
 
-    def _enforce(self, work: RemoteWork) -> None:
-        alone = all(fellow.left for fellow in work.fellows)  # else it works for others, too
-        if alone and work.worker is self._worker and self._plan.grace() is not None:
-            milliseconds = round(1000 * (self._plan.grace() or 0))
-            self._killed_why = f"a cancelled request was still running after cancel_grace_ms {milliseconds}"
-            work.worker.kill()
+    def _settle(self) -> None:
+        """See to what waited for the requests in hand to be over, or not to be wanted any more."""
+        worker = self._worker
+        if worker is None or not self._ready or self._finishing:
+            return
+        if self.works and all(work.overdue for work in self.works.values()):
+            self._strike(worker)
+        elif not self.works and (self._resting or (self.worn and not self._plan.has_spares())):
+            self._ready = False
+            worker.run(Kind.FINALIZE, {})
+            self._plan.changed()
+            trio.lowlevel.spawn_system_task(self._allow_end, worker, name=f"<end of {self.name}>")
+
+    def _strike(self, worker: Worker) -> None:
+        """Kill a process that works for nobody; all that waits for it needn't wait until it is reaped."""
+        milliseconds = round(1000 * (self._plan.grace() or 0))
+        self._killed_why = f"a cancelled request was still running after cancel_grace_ms {milliseconds}"
+        self._struck, self._ready = True, False
+        worker.kill()
+        if self._calls is not None:
+            self._calls.close()
+        error = InferError(f"model instance '{self.name}' was killed ({self._killed_why})", ErrorCode.INTERNAL)
+        for work in [*self.works.values()]:
+            work.died(error)
+        self._plan.changed()
+
+    async def _allow_end(self, worker: Worker) -> None:
+        with trio.move_on_after(FINALIZING):
+            await worker.ended.wait()
+            return
+        log.error("model instance '%s' took more than %g s to finalize, and was killed", self.name, FINALIZING)
+        worker.kill()
 
 
 _HANDLERS: Final[dict[Kind, Callable[[Slot, Message], None]]] = {
@@ -472,32 +552,3 @@ _HANDLERS: Final[dict[Kind, Callable[[Slot, Message], None]]] = {
     Kind.LOG: Slot._on_log,
     Kind.READINESS: Slot._on_readiness,
 }
-
-
-class _Result:
-    """Something that will be known, or has failed; the first to say counts."""
-
-    def __init__(self) -> None:
-        self._event = trio.Event()
-        self._value: Any = None
-        self._error: ModelLoadError | None = None
-
-    @property
-    def known_good(self) -> bool:
-        return self._event.is_set() and self._error is None
-
-    def set(self, value: Any) -> None:
-        if not self._event.is_set():
-            self._value = value
-            self._event.set()
-
-    def fail(self, error: ModelLoadError) -> None:
-        if not self._event.is_set():
-            self._error = error
-            self._event.set()
-
-    async def wait(self) -> Any:
-        await self._event.wait()
-        if self._error is not None:
-            raise self._error
-        return self._value

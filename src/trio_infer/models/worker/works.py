@@ -23,11 +23,12 @@ class RemoteWork(Work):
         worker: the process that it goes to.
         number: of the request, for this process.
         cell: of its flag.
-        grace: seconds that `execute` has to end after the task has left; None for any time.
-        enforce: called if it has not.
+        grace: seconds that the model has to end with it after the task has left; None for any time.
+        settle: called if it has not.
 
     Attributes:
         occupies: whether the process can't take another request because of this one.
+        overdue: whether the model goes on with it after the grace, for nobody.
         fellows: all that `execute` is called with at once, this one among them.
     """
 
@@ -42,7 +43,7 @@ class RemoteWork(Work):
         decoupled: bool,
         deaf_after: float,
         grace: float | None,
-        enforce: Callable[[RemoteWork], None],
+        settle: Callable[[], None],
         on_over: Callable[[Work], None],
     ) -> None:
         super().__init__(label, instance, decoupled=decoupled, deaf_after=deaf_after, on_over=on_over)
@@ -50,11 +51,17 @@ class RemoteWork(Work):
         self.number = number
         self.cell = cell
         self.occupies = True
+        self.overdue = False
         self.fellows: Sequence[RemoteWork] = (self,)
         self._grace = grace
-        self._enforce = enforce
+        self._settle = settle
         self._owed = 0
         self._died = False
+
+    @property
+    def doomed(self) -> bool:
+        """Whether it is overdue, and so are all that it shares its run with: no good will come of its process."""
+        return self.overdue and all(fellow.overdue or fellow.over for fellow in self.fellows)
 
     @property
     def executing(self) -> bool:
@@ -99,11 +106,12 @@ class RemoteWork(Work):
             # The flag first: it is seen at once, while the message waits for the worker's control thread.
             self.worker.memory.cells[self.cell] = self.number
             self.worker.control(Kind.LEFT, {"n": self.number})
-            if self._grace is not None and self._executing:
+            if self._grace is not None:
                 trio.lowlevel.spawn_system_task(self._allow, self._grace, name=f"<grace {self.label}>")
         super().leave()
 
     async def _allow(self, grace: float) -> None:
         await trio.sleep(grace)
-        if self._executing:
-            self._enforce(self)
+        if not self._over:
+            self.overdue = True
+            self._settle()
