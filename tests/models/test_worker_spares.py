@@ -292,7 +292,7 @@ async def test_what_a_process_may_have_is_said_by_the_configuration(repository: 
     async with running(repository, WHO, CONFIG + parameters(**values)) as runner:
         _, _, cpus, number, limit = await outs(runner, "who")
         assert (cpus, number, limit) == (1, 42, 800 * 2**20)
-        with pytest.raises(InferError, match="Unable to allocate 1.00 GiB|MemoryError"):
+        with pytest.raises(InferError, match=r"Unable to allocate 1.00 GiB|MemoryError"):
             await outs(runner, "allocate")
         assert (await outs(runner, "count"))[0] == 1, "it is told, and lives on"
         assert runner.exits == {}

@@ -7,13 +7,13 @@ server goes on; and a process can be killed, so that there is no model that can'
     server                                                  worker (one an instance)
     runner ── slot ── process ══ run socket ═══════════════ child: main thread, calls execute
                  │        │   ══ control socket ═══════════ child: control thread
-               works      │
+              in_hand     │
                  │        └────  memory  ────────────────── jobs, remote_bridge: any thread of the model's
                calls             (tensors, cancel flags)
 
 - `codec`: the messages; `memory`: shared memory; both sides use them, and neither imports trio.
 - server: `process` starts, feeds and reaps one process; `slot` keeps one instance alive through any number of them;
-  `works` is one request; `calls` does what models ask of the server; `runner` is the model.
+  `in_hand` are its requests and `works` is one; `calls` does what models ask of the server; `runner` is the model.
 - worker: `child` is the process; `jobs` is one request; `remote_bridge` asks the server; `code` imports the model.
 
 What is told to the worker goes by two sockets, because its main thread must read requests itself (a thread between

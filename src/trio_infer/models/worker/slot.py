@@ -22,25 +22,26 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
 import trio
 
-from trio_infer.errors import ErrorCode, InferError, ModelLoadError, Rescheduled
+from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.models.host import Host
 from trio_infer.models.runner import Instance
 from trio_infer.models.triton_work import Work
 from trio_infer.models.worker.calls import Calls
-from trio_infer.models.worker.codec import CodecError, Kind, Message, RemoteTraceback, read_error, unpack
-from trio_infer.models.worker.memory import CELLS
+from trio_infer.models.worker.codec import CodecError, Kind, Message, RemoteTraceback
+from trio_infer.models.worker.in_hand import InHand
 from trio_infer.models.worker.process import Launch, Worker, died_of
 from trio_infer.models.worker.records import levels, relay
 from trio_infer.models.worker.result import Result
 from trio_infer.models.worker.works import RemoteWork
-from trio_infer.protocol.values import InferRequest, InferResponse
+from trio_infer.protocol.values import InferRequest
+from trio_infer.protocol.worker_settings import WorkerSettings
 
 __all__ = ["FINALIZING", "REAPING", "Plan", "Slot"]
 
@@ -62,11 +63,8 @@ class Plan:
         name: the model's.
         setting: what `IMPORT` says.
         host: what the model may ask of the server.
-        decoupled: asked of the configuration, which may be completed on the way.
         deaf_after: see `Work`.
-        grace: see `RemoteWork`.
-        max_requests: asked of the configuration: that a process serves before it is worn; 0 for any number.
-        has_spares: asked of the configuration: whether there is somebody to take the place of a process that is worn.
+        decoupled, settings: of the model; asked each time, as loading may complete the configuration.
         changed: called when an instance has become free, or has died.
         on_over: called when a request's work is over.
         on_exit: called with why a process has ended: "killed", "crashed", "worn" or "unloaded".
@@ -75,11 +73,9 @@ class Plan:
     name: str
     setting: dict[str, Any]
     host: Host
-    decoupled: Callable[[], bool]
     deaf_after: float
-    grace: Callable[[], float | None]
-    max_requests: Callable[[], int]
-    has_spares: Callable[[], bool]
+    decoupled: Callable[[], bool]
+    settings: Callable[[], WorkerSettings]
     changed: Callable[[], None]
     on_over: Callable[[Work], None]
     on_exit: Callable[[str], None]
@@ -102,7 +98,6 @@ class Slot:
         self.name = name
         self.kind = kind
         self._launch = launch
-        self.works: dict[int, RemoteWork] = {}
         self.done: trio.Event = trio.Event()
         self._plan = plan
         self._config = config
@@ -112,21 +107,21 @@ class Slot:
         self._scope = trio.CancelScope()
         self._numbers = itertools.count(1)
         self._worker: Worker | None = None
+        self._hand: InHand | None = None
         self._calls: Calls | None = None
         self._waits_for_settings = False
         self._ready = self._asks_ready = self._finalized = self._finishing = False
-        self._occupied = 0  # by so many requests whose `execute` hasn't returned
         self._fault: ModelLoadError | None = None
         self._killed_why = ""
-        self._finished = 0
-        self._begun = 0
-        self._struck = self._resting = False
-        self._cells: list[int] = []
-        self._next_cell = 0
-        self._levels: dict[str, int] = {}
+        self._struck = self._resting = self._ending = False
         self._questions: dict[int, Result] = {}
 
     # ---- what it is asked
+
+    @property
+    def works(self) -> Mapping[int, RemoteWork]:
+        """The requests that its process has in hand, by number."""
+        return {} if self._hand is None else self._hand.works
 
     @property
     def alive(self) -> bool:
@@ -136,12 +131,12 @@ class Slot:
     @property
     def free(self) -> bool:
         """Whether a request can begin."""
-        return self._ready and not self._occupied and not self._finishing
+        return self._ready and self._hand is not None and not self._hand.occupied and not self._finishing
 
     @property
     def worn(self) -> bool:
         """Whether its process has served as many requests as it is to."""
-        return 0 < self._plan.max_requests() <= self._begun
+        return self._hand is not None and 0 < self._plan.settings().max_requests <= self._hand.begun
 
     @property
     def fit(self) -> bool:
@@ -194,65 +189,8 @@ class Slot:
         Returns:
             for each its work, or why there is no room for it.
         """
-        begun: list[RemoteWork | InferError] = []
-        for instance, request in batch:
-            try:
-                begun.append(self._begin(instance, request, last=len(batch) == 1))
-                self._occupied += 1  # at once: one that fails gives its instance back, and the next may begin in here
-            except InferError as error:
-                begun.append(error)
-        works = [work for work in begun if isinstance(work, RemoteWork)]
-        self._begun += len(works)
-        if len(batch) > 1 and works and self._worker is not None:
-            self._worker.run(Kind.EXECUTE, {})
-        for work in works:
-            work.fellows = works
-        return begun
-
-    def _begin(self, instance: Instance, request: InferRequest, *, last: bool) -> RemoteWork:
-        worker = self._worker
-        assert worker is not None
-        if self._next_cell >= CELLS and not self._cells:
-            raise InferError(f"model instance '{self.name}' has {CELLS} requests in hand", ErrorCode.UNAVAILABLE)
-        now = levels(self._plan.name)
-        if now != self._levels:
-            self._levels = now
-            worker.control(Kind.LEVELS, {"levels": now})
-        if self._cells:
-            cell = self._cells.pop()
-        else:
-            cell, self._next_cell = self._next_cell, self._next_cell + 1
-        number = next(self._numbers)
-        fields = {
-            "n": number,
-            "cell": cell,
-            "id": request.id,
-            "model": request.model_name,
-            "version": request.model_version,
-            "parameters": dict(request.parameters),
-            "outputs": list(request.requested_outputs),
-            "last": last,
-        }
-        work = RemoteWork(
-            self.name,
-            instance,
-            worker,
-            number,
-            cell,
-            decoupled=self._plan.decoupled(),
-            deaf_after=self._plan.deaf_after,
-            grace=self._plan.grace(),
-            settle=self._settle,
-            on_over=self._over,
-        )
-        self.works[number] = work
-        try:
-            worker.run(Kind.RUN, fields, request.inputs)
-        except MemoryError as error:
-            work.leave()
-            raise InferError(str(error), ErrorCode.UNAVAILABLE) from None
-        work.start()
-        return work
+        assert self._hand is not None
+        return self._hand.begin(batch)
 
     async def ready(self) -> bool:
         """What the model's `is_ready` says; True if it has none.
@@ -281,7 +219,7 @@ class Slot:
         self._finishing = True
         if self._ready and self._worker is not None:
             self._worker.run(Kind.FINALIZE, {})
-        else:
+        elif not self._ending:
             self._scope.cancel()
         await self.done.wait()
 
@@ -307,12 +245,11 @@ class Slot:
         try:
             with self._scope:
                 while True:
-                    self._finished = self._begun = 0
-                    self._struck = self._resting = False
-                    await self._one_process()
+                    self._struck = self._resting = self._ending = False
+                    finished = await self._one_process()
                     if self._finishing or not self._loaded.known_good:
                         return
-                    willed = self._struck or self._finalized or self._finished
+                    willed = self._struck or self._finalized or finished
                     pause = 0.0 if willed else min(max(FIRST_PAUSE, 2 * pause), LONGEST_PAUSE)
                     # The first crash after good work costs no pause; `pause` is that of the next one.
                     await trio.sleep(0 if pause <= FIRST_PAUSE else pause)
@@ -324,34 +261,46 @@ class Slot:
             self.done.set()
             self._plan.changed()
 
-    async def _one_process(self) -> None:
+    async def _one_process(self) -> int:
+        """Start a process, and return when it is reaped: how many requests it has finished."""
         self._fault, self._killed_why, self._finalized = None, "", False
         try:
             worker = Worker(self.name, self._launch)
         except OSError as error:
             self._buried(f"no process can be started: {error}", 0)
-            return
+            return 0
+        plan = self._plan
         self._worker = worker
-        self._cells, self._next_cell = [], 0
-        self._levels = levels(self._plan.name)
+        hand = self._hand = InHand(
+            plan.name,
+            self.name,
+            worker,
+            deaf_after=plan.deaf_after,
+            decoupled=plan.decoupled,
+            settings=plan.settings,
+            settle=self._settle,
+            changed=plan.changed,
+            on_over=plan.on_over,
+        )
         why, by_itself = "", False
         try:
             async with trio.open_nursery() as nursery:
-                self._calls = Calls(self._plan.host, self._plan.name, worker, self.works, nursery)
-                worker.run(Kind.IMPORT, {**self._plan.setting, "levels": self._levels, "config": self._config})
+                self._calls = Calls(plan.host, plan.name, worker, hand.works, nursery)
+                worker.run(Kind.IMPORT, {**plan.setting, "levels": levels(plan.name), "config": self._config})
                 why = await worker.listen(self._handle)
                 by_itself = not why
                 self._calls.close()
                 nursery.cancel_scope.cancel()
         finally:
             self._ready = self._waits_for_settings = False
-            self._occupied = 0
-            self._worker = self._calls = None  # and with them, at the latest, the memory goes
+            self._worker = self._calls = None
             if not by_itself:
                 worker.kill()
                 with trio.move_on_after(REAPING, shield=True):
                     await worker.gone()
             self._buried(why and f"it sent {why}", worker.reap())
+            self._hand = None  # and with it, at the latest, the memory goes
+        return hand.finished
 
     def _buried(self, why: str, code: int) -> None:
         """Tell all who had to do with a process that it is gone."""
@@ -378,9 +327,9 @@ class Slot:
             log.error("model instance '%s' %s; %s", self.name, what, doing)
         willed = "killed" if self._struck else "worn" if self._finalized else "crashed"
         self._plan.on_exit("unloaded" if self._finishing else willed)
-        for work in [*self.works.values()]:
+        if self._hand is not None:
             text = f"model instance '{self.name}' {what} while it ran this request; {doing}"
-            work.died(InferError(text, ErrorCode.INTERNAL))
+            self._hand.fail(lambda: InferError(text, ErrorCode.INTERNAL))
         for question in self._questions.values():
             question.fail(self._load_error(what))
         self._plan.changed()
@@ -391,12 +340,13 @@ class Slot:
     # ---- what its process says
 
     def _handle(self, message: Message) -> None:
+        assert self._hand is not None
         assert self._calls is not None
         do = _HANDLERS.get(message.kind)
         try:
             if do is not None:
                 do(self, message)
-            else:
+            elif not self._hand.handle(message):
                 self._calls.handle(message)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CodecError(f"a message {message.kind.name} that can't be: {error!r}") from error
@@ -427,45 +377,6 @@ class Slot:
             log.info("model instance '%s' is ready again", self.name)
         self._plan.changed()
 
-    def _on_response(self, message: Message) -> None:
-        work = self.works.get(message.fields["n"])
-        response = self._response(message)
-        if work is None or work.left:
-            if work is not None and message.fields["final"]:
-                work.put(None, final=True)
-            return
-        work.promise()
-        work.put(response, final=bool(message.fields["final"]))
-
-    def _on_finished(self, message: Message) -> None:
-        fields = message.fields
-        work = self.works.get(fields["n"])
-        response = self._response(message)
-        self._finished += 1
-        if work is None:
-            return
-        began, ended = fields["times"]
-        error = response if isinstance(response, InferError) else None
-        work.response = None if isinstance(response, InferError) else response
-        work.ran(began)
-        self._free(work)
-        if fields["promised"]:
-            work.promise()
-        work.finish(expect_more=bool(fields["more"]), error=error, ended=ended)
-        if error is not None and work.error is not error and not work.left:
-            log.error("model instance '%s' failed after its final response", self.name, exc_info=error.__cause__)
-
-    def _on_detached(self, message: Message) -> None:
-        work = self.works.get(message.fields["n"])
-        if work is not None:
-            self._free(work)
-            work.detach()
-
-    def _on_dropped(self, message: Message) -> None:
-        work = self.works.get(message.fields["n"])
-        if work is not None:
-            work.drop()
-
     def _on_finalized(self, _: Message) -> None:
         self._finalized = True
 
@@ -477,34 +388,7 @@ class Slot:
         if question is not None:
             question.set(message.fields["ready"])
 
-    def _response(self, message: Message) -> InferResponse | InferError | None:
-        fields = message.fields
-        if fields.get("again"):
-            return Rescheduled()
-        if fields.get("error") is not None:
-            return read_error(fields["error"])
-        if "tensors" not in fields or self._worker is None:
-            return None
-        return InferResponse(unpack(fields["tensors"], message.tail, self._worker.memory), fields["parameters"])
-
-    # ---- requests
-
-    def _free(self, work: RemoteWork) -> None:
-        """`execute` has returned: the process takes the next request."""
-        if work.occupies:
-            work.occupies = False
-            self._occupied -= 1
-            if not self._occupied:
-                self._plan.changed()
-
-    def _over(self, work: Work) -> None:
-        assert isinstance(work, RemoteWork)
-        self.works.pop(work.number, None)
-        if work.worker is self._worker:
-            work.worker.memory.cells[work.cell] = 0
-            self._cells.append(work.cell)
-        self._plan.on_over(work)
-        self._settle()
+    # ---- the end of a process
 
     def _settle(self) -> None:
         """See to what waited for the requests in hand to be over, or not to be wanted any more."""
@@ -513,23 +397,23 @@ class Slot:
             return
         if self.works and all(work.overdue for work in self.works.values()):
             self._strike(worker)
-        elif not self.works and (self._resting or (self.worn and not self._plan.has_spares())):
-            self._ready = False
+        elif not self.works and (self._resting or (self.worn and not self._plan.settings().spares)):
+            self._ready, self._ending = False, True
             worker.run(Kind.FINALIZE, {})
             self._plan.changed()
             trio.lowlevel.spawn_system_task(self._allow_end, worker, name=f"<end of {self.name}>")
 
     def _strike(self, worker: Worker) -> None:
         """Kill a process that works for nobody; all that waits for it needn't wait until it is reaped."""
-        milliseconds = round(1000 * (self._plan.grace() or 0))
+        milliseconds = round(1000 * (self._plan.settings().grace or 0))
         self._killed_why = f"a cancelled request was still running after cancel_grace_ms {milliseconds}"
         self._struck, self._ready = True, False
         worker.kill()
         if self._calls is not None:
             self._calls.close()
-        error = InferError(f"model instance '{self.name}' was killed ({self._killed_why})", ErrorCode.INTERNAL)
-        for work in [*self.works.values()]:
-            work.died(error)
+        if self._hand is not None:
+            text = f"model instance '{self.name}' was killed ({self._killed_why})"
+            self._hand.fail(lambda: InferError(text, ErrorCode.INTERNAL))
         self._plan.changed()
 
     async def _allow_end(self, worker: Worker) -> None:
@@ -544,10 +428,6 @@ _HANDLERS: Final[dict[Kind, Callable[[Slot, Message], None]]] = {
     Kind.IMPORTED: Slot._on_imported,
     Kind.FAULT: Slot._on_fault,
     Kind.READY: Slot._on_ready,
-    Kind.RESPONSE: Slot._on_response,
-    Kind.FINISHED: Slot._on_finished,
-    Kind.DETACHED: Slot._on_detached,
-    Kind.DROPPED: Slot._on_dropped,
     Kind.FINALIZED: Slot._on_finalized,
     Kind.LOG: Slot._on_log,
     Kind.READINESS: Slot._on_readiness,
