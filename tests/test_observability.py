@@ -17,6 +17,7 @@ from command import Command
 from support import Client, Echo, Failing, Streamer, Ticker, get, infer_echo, infer_ticks, post, serving
 from trio_infer import Front, InferRequest, MetricsPolicy, Model, TensorSpec
 from trio_infer.api.statistics import metrics_port
+from trio_infer.models.native import NativeRunner
 from trio_infer.observe.metrics import FAMILIES
 from trio_infer.testing import MemoryListener
 
@@ -96,10 +97,17 @@ async def test_whole_lines_are_as_tritons_own_from_the_start() -> None:
         assert sum(len(family.samples) for family in families) == sum(not line.startswith("#") for line in lines)
 
 
+class Elsewhere(NativeRunner):
+    """Says that it has processes."""
+
+    workers = {"serving": 1, "spare": 1, "starting": 0}  # noqa: RUF012 - as a runner has it
+    exits = {"killed": 2}  # noqa: RUF012 - as a runner has it
+
+
 async def test_each_metric_of_the_table_is_there_and_none_besides(autojump_clock: Any) -> None:
     echo = Echo()
     echo.response_cache = True
-    async with serving(echo, Streamer(), memory=True, metrics=ALL, response_cache=2**20) as served:
+    async with serving(echo, Streamer(), Elsewhere(Ticker()), memory=True, metrics=ALL, response_cache=2**20) as served:
         client = served.connect_in_memory()
         for _ in range(2):
             await client.ask(infer_echo(1.0))
@@ -113,6 +121,9 @@ async def test_each_metric_of_the_table_is_there_and_none_besides(autojump_clock
             'nv_inference_count{model="echo",version="1"} 1',
             'nv_cache_num_hits_per_model{model="echo",version="1"} 1',
             'nv_cache_num_misses_per_model{model="echo",version="1"} 1',
+            'trio_infer_worker_processes{model="ticker",version="1",state="spare"} 1',
+            'trio_infer_worker_exits_total{model="ticker",version="1",cause="killed"} 2',
+            'trio_infer_worker_exits_total{model="ticker",version="1",cause="crashed"} 0',
         } <= set(lines)
         kinds = dict(re.findall(r"# TYPE (\S+) (\S+)", "\n".join(lines)))
         assert kinds == {family.name: family.kind for family in FAMILIES}

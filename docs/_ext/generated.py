@@ -20,6 +20,7 @@ from trio_infer.api.routes import find_route
 from trio_infer.errors import ErrorCode
 from trio_infer.lifecycle import NEXT, OUTCOMES, Outcome, Phase
 from trio_infer.limits import DisconnectPolicy
+from trio_infer.models.runner import PROMISES
 from trio_infer.observe.metrics import FAMILIES
 from trio_infer.options import Options
 from trio_infer.protocol.datatypes import Datatype
@@ -37,6 +38,7 @@ __all__ = [
     "outcomes",
     "phases",
     "policies",
+    "promises",
     "sights",
 ]
 
@@ -269,6 +271,11 @@ def metrics() -> str:
     return _table(["metric", "kind", "labels", "what it says"], [row(*attrs.astuple(each)) for each in FAMILIES])
 
 
+def promises() -> str:
+    """Where a cancelled run ends, by what a runner promises."""
+    return _table(["`stops`", "a cancelled run ends"], ([f"`{word}`", meaning] for word, meaning in PROMISES.items()))
+
+
 def errors() -> str:
     """The codes that a model may choose, and their statuses."""
     return _table(["code", "status"], [[f"`{code.name}`", str(code.status)] for code in ErrorCode])
@@ -304,6 +311,7 @@ GENERATED = {
         outcomes,
         phases,
         policies,
+        promises,
         sights,
     )
 }

@@ -198,7 +198,7 @@ class Server:
         self._conversations: set[Conversation] = set()
         self._observatory = Observatory(
             metrics,
-            abandoned=self._abandoned,
+            live=lambda: [model.live() for model in self._control.live],
             connections=lambda: len(self._conversations),
             traces=traces,
             logs=logs,
@@ -408,10 +408,6 @@ class Server:
     async def unload_model(self, name: str) -> None:
         """Serve a model no more, and return when it is cleaned up; see `ModelControl.unload`."""
         await self._control.unload(name)
-
-    def _abandoned(self) -> Iterator[tuple[str, int]]:
-        """Of each model, how many instances work on for nobody."""
-        return ((model.signature.name, model.abandoned) for model in self._control.live)
 
 
 def _runner(model: Model | Runner) -> Runner:

@@ -85,7 +85,7 @@ async def test_a_model_that_never_asks_is_killed_and_a_spare_has_the_next_reques
             await until(runner_has_a_spare)
             assert (await outs(runner, "who"))[0] == second, "what was replaced is the spare now"
             first = second
-        assert runner.exits == {"killed": 3}
+        await until(lambda: runner.exits == {"killed": 3})
 
 
 async def test_without_a_word_of_it_the_grace_is_a_quarter_of_a_second(repository: Repository) -> None:
@@ -220,7 +220,7 @@ async def test_a_deaf_stream_is_killed_only_when_nobody_else_is_in_its_process_a
             comes.leave()
         await comes.gone.wait()
         await until(lambda: not runner._works)
-        assert runner.exits == {"killed": 1}
+        await until(lambda: runner.exits == {"killed": 1})
 
 
 def self_of(runner: Any, client: Client) -> Any:

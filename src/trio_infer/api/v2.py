@@ -111,7 +111,7 @@ class V2:
 
     async def config(self, exchange: Exchange, route: Route) -> None:
         model = self.catalog.find_ready(route.model, route.version)
-        await _respond_json(exchange, model.config.as_json())
+        await _respond_json(exchange, model.shown.as_json())
 
     # -- Inference --------------------------------------------------------------------------------------------------
 

@@ -34,8 +34,8 @@ import trio
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.lifecycle import Life, StandIn
 from trio_infer.models.ensemble_plan import EnsemblePlan, Step
-from trio_infer.models.host import Host
-from trio_infer.models.runner import Instance, Stops
+from trio_infer.models.host import Host, NoHost
+from trio_infer.models.runner import PROMISES, Instance, Stops
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import Array, InferRequest, InferResponse, Send, Signature
 
@@ -58,7 +58,6 @@ class EnsembleRunner:
         requires: the models that must be served before it is.
     """
 
-    stops: Stops = "checkpoint"
     instances: int | None = None
 
     def __init__(
@@ -77,7 +76,13 @@ class EnsembleRunner:
         self._plan = EnsemblePlan.of_config(config)
         self.requires: tuple[str, ...] = self._plan.models
         self._streams: frozenset[Step] = frozenset()
-        self._host: Host
+        self._host: Host = NoHost()
+
+    @property
+    def stops(self) -> Stops:
+        """As the slowest of the models that it asks; each of them is told of a cancel at once."""
+        told = {self._host.stops(step.model, step.version) for step in self._plan.steps}
+        return next((promise for promise in reversed(PROMISES) if promise in told), "checkpoint")
 
     async def load(self, host: Host) -> None:
         """Look whether the models of its steps fit, and take over what they call their classes; they must be served.

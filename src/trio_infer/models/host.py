@@ -57,6 +57,9 @@ class Host(Protocol):
     def signature(self, name: str, version: str) -> Signature | None:
         """What a model takes and gives; `version` may be "" for the newest. None if it isn't served."""
 
+    def stops(self, name: str, version: str) -> str:
+        """Where a cancelled run of a model ends, as `Stops`; `version` may be "" for the newest. "" if there is none."""
+
     def register_metric(self, name: str, description: str, kind: MetricKind) -> None:
         """Declare a family of metrics of a model's own; again is harmless if it says the same.
 
@@ -102,6 +105,9 @@ class NoHost:
 
     def signature(self, name: str, version: str) -> Signature | None:
         return None
+
+    def stops(self, name: str, version: str) -> str:
+        return ""
 
     def register_metric(self, name: str, description: str, kind: MetricKind) -> None:
         raise _nobody(f"metric '{name}' can't be kept")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import attrs
 
@@ -19,11 +19,20 @@ from trio_infer.models.host import Host
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import InferRequest, InferResponse, Send, Signature
 
-__all__ = ["Attend", "Batches", "Collects", "Instance", "Runner", "Stops"]
+__all__ = ["PROMISES", "Attend", "Batches", "Collects", "Instance", "Runner", "Stops"]
 
-Stops: TypeAlias = Literal["checkpoint", "callback", "operator", "token", "process", "never"]
-"""Where a cancelled run ends: at trio's next checkpoint; when the model next asks `is_cancelled()`; with the operator,
-or the token, that is now being computed; when its process is killed; at its own end."""
+Stops: TypeAlias = Literal["checkpoint", "callback", "token", "operator", "process", "never"]
+"""Where a cancelled run ends; see `PROMISES`."""
+
+PROMISES: Final[dict[Stops, str]] = {
+    "checkpoint": "at trio's next checkpoint",
+    "callback": "when the model next asks whether it is cancelled",
+    "token": "with the token that is being computed",
+    "operator": "with the operator, or the block of a network, that is being computed",
+    "process": "when the model next asks, or when its process is killed after cancel_grace_ms",
+    "never": "at its own end only",
+}
+"""What each word promises, from the soonest to the latest."""
 
 Attend: TypeAlias = Callable[[Send], Awaitable[None]]
 """Takes part in a batch for one of its requests, in that request's task; else as `Runner.run`."""

@@ -41,7 +41,7 @@ import trio
 
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.models.native import NativeRunner
-from trio_infer.models.runner import Instance
+from trio_infer.models.runner import Instance, Stops
 from trio_infer.models.token_model import Active, Generation, TokenModel
 from trio_infer.protocol.values import Array, InferRequest, InferResponse, Send
 
@@ -114,6 +114,7 @@ class TokenRunner(NativeRunner):
     """
 
     model: TokenModel
+    stops: Stops = "token"
 
     def __init__(self, model: TokenModel, **options: Any) -> None:
         name = getattr(model, "name", "") or type(model).__name__

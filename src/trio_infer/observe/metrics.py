@@ -11,6 +11,7 @@ bounded by what has been loaded, not by what clients ask for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -18,12 +19,13 @@ import attrs
 from prometheus_client.core import Metric
 
 from trio_infer.lifecycle import CancelReason, Outcome, Phase
+from trio_infer.observe.live_models import LiveModel
 from trio_infer.observe.machine import Machine
 from trio_infer.observe.metrics_policy import MetricsPolicy
 from trio_infer.observe.model_statistics import ModelBooks, ModelStatistics, Sum
 from trio_infer.observe.statistics import RequestCounters
 
-__all__ = ["FAMILIES", "Abandoned", "Collector", "Family"]
+__all__ = ["FAMILIES", "Collector", "Family", "Live"]
 
 MICRO: Final = 1000
 """Nanoseconds in a microsecond, which is Triton's unit."""
@@ -53,6 +55,7 @@ _COUNTERS: Final = "`counter_latencies=true` (the default)"
 _SUMMARIES: Final = "`summary_latencies=true`"
 _HISTOGRAMS: Final = "`histogram_latencies=true`"
 _CACHED: Final = "`--cache-config`, of models with `response_cache`"
+_PROCESSES: Final = "models that run in worker processes"
 _CPU: Final = "`--allow-cpu-metrics` (the default), on Linux"
 
 FAMILIES: Final = tuple(
@@ -178,6 +181,26 @@ FAMILIES: Final = tuple(
             ("model",),
             "Instances that work on although their request has left, now",
         ),
+        (
+            "trio_infer_model_stops",
+            "gauge",
+            ("model", "version", "stops"),
+            "1: where a cancelled run of the model ends",
+        ),
+        (
+            "trio_infer_worker_processes",
+            "gauge",
+            ("model", "version", "state"),
+            "Processes of the model: serving in an instance's place, spare, or starting, now",
+            _PROCESSES,
+        ),
+        (
+            "trio_infer_worker_exits_total",
+            "counter",
+            ("model", "version", "cause"),
+            "Processes of the model that have ended since it was loaded: killed after a cancel, crashed, or worn",
+            _PROCESSES,
+        ),
         ("trio_infer_requests_total", "counter", ("outcome",), "Requests of all kinds, by how they ended"),
         ("trio_infer_requests_in_flight", "gauge", ("phase",), "Requests of all kinds, by where they are, now"),
         ("trio_infer_connections", "gauge", (), "Connections that are open, now"),
@@ -193,8 +216,10 @@ _PARTS: Final[dict[str, Callable[[ModelBooks], Sum]]] = {
     "compute_output": lambda books: books.compute.output,
 }
 
-Abandoned = Callable[[], Iterable[tuple[str, int]]]
-"""Gives each model's name and how many instances work on for nobody."""
+Live = Callable[[], Iterable[LiveModel]]
+"""Gives each model that is loaded or drains."""
+
+_CAUSES: Final = ("killed", "crashed", "worn")
 
 
 class Collector:
@@ -204,7 +229,7 @@ class Collector:
         models: the books.
         requests: counters of clients' requests.
         policy: what is left out.
-        abandoned: asked at each scrape.
+        live: asked at each scrape.
         connections: how many are open.
         others: collectors of more families, such as those that models keep.
     """
@@ -215,14 +240,14 @@ class Collector:
         requests: RequestCounters,
         policy: MetricsPolicy,
         *,
-        abandoned: Abandoned = tuple,
+        live: Live = tuple,
         connections: Callable[[], int] = int,
         others: Iterable[Any] = (),
     ) -> None:
         self._models = models
         self._requests = requests
         self._policy = policy
-        self._abandoned = abandoned
+        self._live = live
         self._connections = connections
         self._others = tuple(others)
         self._machine = Machine(policy.interval_ms / 1000) if policy.cpu else None
@@ -292,11 +317,31 @@ class Collector:
                 seconds = sum(books.compute_by_outcome[outcome] for books in versions) / 1e9
                 made[name].add_sample(name, {"model": model, "outcome": outcome}, seconds)
             _put_histogram(made["trio_infer_stop_seconds"], {"model": model}, [books.stopping for books in versions])
-        abandoned = dict.fromkeys(by_name, 0)
-        for model, count in self._abandoned():
-            abandoned[model] = abandoned.get(model, 0) + count
+        self._of_live(made, by_name)
+
+    def _of_live(self, made: dict[str, Metric], known: Iterable[str]) -> None:
+        """What is asked of the models themselves; two copies of one drain and serve side by side in a swap."""
+        abandoned = Counter(dict.fromkeys(known, 0))
+        promises: dict[tuple[str, str], str] = {}
+        workers: Counter[tuple[str, str, str]] = Counter()
+        exits: Counter[tuple[str, str, str]] = Counter()
+        for one in self._live():
+            abandoned[one.model] += one.abandoned
+            promises[one.model, one.version] = one.stops
+            workers.update({(one.model, one.version, state): count for state, count in one.workers.items()})
+            if one.workers:
+                exits.update({(one.model, one.version, cause): one.exits.get(cause, 0) for cause in _CAUSES})
         for model, count in abandoned.items():
             made["trio_infer_abandoned"].add_sample("trio_infer_abandoned", {"model": model}, count)
+        for (model, version), stops in promises.items():
+            labels = {"model": model, "version": version, "stops": stops}
+            made["trio_infer_model_stops"].add_sample("trio_infer_model_stops", labels, 1)
+        for name, label, counts in (
+            ("trio_infer_worker_processes", "state", workers),
+            ("trio_infer_worker_exits_total", "cause", exits),
+        ):
+            for (model, version, value), count in counts.items():
+                made[name].add_sample(name, {"model": model, "version": version, label: value}, count)
 
     def _of_server(self, made: dict[str, Metric]) -> None:
         counted = self._requests.statistics()

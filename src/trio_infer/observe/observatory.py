@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from trio_infer.lifecycle import LifeWatcher
 from trio_infer.observe.custom_metrics import CustomMetrics
+from trio_infer.observe.live_models import LiveModel
 from trio_infer.observe.log_settings import LogSettings
 from trio_infer.observe.metrics_policy import MetricsPolicy
 from trio_infer.observe.model_statistics import ModelStatistics
@@ -25,7 +26,7 @@ class Observatory:
 
     Args:
         metrics: what `/metrics` has; None for no metrics.
-        abandoned: gives, for each model, its name and how many instances work on for nobody.
+        live: gives each model that is loaded or drains.
         connections: how many are open.
         traces: what is traced; None for the defaults.
         logs: what is logged; None if that is for another program to say.
@@ -42,7 +43,7 @@ class Observatory:
         self,
         metrics: MetricsPolicy | None = None,
         *,
-        abandoned: Callable[[], Iterable[tuple[str, int]]] = tuple,
+        live: Callable[[], Iterable[LiveModel]] = tuple,
         connections: Callable[[], int] = int,
         traces: TraceSettings | None = None,
         logs: LogSettings | None = None,
@@ -61,7 +62,7 @@ class Observatory:
                 self.models,
                 self.requests,
                 metrics,
-                abandoned=abandoned,
+                live=live,
                 connections=connections,
                 others=[self.custom],
             )

@@ -422,6 +422,13 @@ class ModelConfig:
             every=policy.HasField("all"),
         )
 
+    def with_promise(self, stops: str) -> ModelConfig:
+        """The same with the parameter `stops`: where a cancelled run ends, which only the server knows."""
+        message = new_config()
+        message.CopyFrom(self.message)
+        message.parameters["stops"].string_value = stops
+        return attrs.evolve(self, message=message)
+
     def renamed(self, name: str) -> ModelConfig:
         """The same for a model that is served under another name than its directory's."""
         return self._changed(name=name)

@@ -32,7 +32,7 @@ import trio
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError, SetupError, UnknownModelError
 from trio_infer.limits import ControlPolicy
 from trio_infer.models.host import Host
-from trio_infer.models.runner import Runner
+from trio_infer.models.runner import PROMISES, Runner
 from trio_infer.scheduling.catalog import Catalog
 from trio_infer.scheduling.copies import Copy
 from trio_infer.scheduling.resources import Resources
@@ -524,18 +524,27 @@ class ModelControl:
         entry.states = {version: State("READY") for version in versions}
         self._catalog.publish(name, copy.models)
         self._warn_without_cache(copy)
-        if self._watcher is not None:
-            for model, took in seconds.items():
-                self._watcher.model_loaded(
-                    name,
-                    model.signature.version,
-                    decoupled=model.signature.decoupled,
-                    cached=model.cached,
-                    seconds=took,
-                )
+        for model, took in seconds.items():
+            self._tell(model, took)
         if old is not None:
             assert self._nursery is not None
             self._nursery.start_soon(self._take_down, old, self.policy.unload_timeout_secs)
+
+    def _tell(self, model: ServedModel, seconds: float) -> None:
+        """Say that a model is ready."""
+        name, version = model.signature.name, model.signature.version
+        stops = PROMISES[model.stops]
+        log.info("model '%s' version %s is ready after %.2f s; a cancelled run stops %s", name, version, seconds, stops)
+        if model.stops == "never":
+            log.warning(
+                "nothing can stop a run of model '%s' in a thread: its instance is taken until it ends, whoever has "
+                "left; with the parameter execution 'process' it can be killed",
+                name,
+            )
+        if self._watcher is not None:
+            self._watcher.model_loaded(
+                name, version, decoupled=model.signature.decoupled, cached=model.cached, seconds=seconds
+            )
 
     def _warn_without_cache(self, copy: Copy) -> None:
         if self._cache is None and any(model.config.response_cache for model in copy.models):

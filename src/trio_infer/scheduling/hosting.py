@@ -110,6 +110,10 @@ class ModelHost(Host):
         found = self.catalog.find(name, None if version in {"", "-1"} else version)
         return None if found is None else found.signature
 
+    def stops(self, name: str, version: str) -> str:
+        found = self.catalog.find(name, None if version in {"", "-1"} else version)
+        return "" if found is None else found.stops
+
     def register_metric(self, name: str, description: str, kind: MetricKind) -> None:
         (self.metrics or NoHost()).register_metric(name, description, kind)
 

@@ -10,8 +10,9 @@ from typing import Literal
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.lifecycle import CancelReason, Life, Phase, Timing
 from trio_infer.models.host import Host
-from trio_infer.models.runner import Batches, Collects, Runner
+from trio_infer.models.runner import Batches, Collects, Runner, Stops
 from trio_infer.models.warmup import warm_up
+from trio_infer.observe.live_models import LiveModel
 from trio_infer.observe.model_statistics import MOST_RESPONSES
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.queueing import Needs
@@ -63,8 +64,18 @@ class ServedModel:
 
     @property
     def config(self) -> ModelConfig:
-        """What `/config` answers; loading may complete it."""
+        """The model's; loading may complete it."""
         return self._runner.config
+
+    @property
+    def stops(self) -> Stops:
+        """Where a cancelled run ends."""
+        return self._runner.stops
+
+    @property
+    def shown(self) -> ModelConfig:
+        """What `/config` answers."""
+        return self.config.with_promise(self.stops)
 
     @property
     def requires(self) -> Sequence[str]:
@@ -292,6 +303,18 @@ class ServedModel:
     def statistics(self) -> QueueStatistics:
         """How the queue stands, now."""
         return (self._sequencer or self.queue).statistics()
+
+    def live(self) -> LiveModel:
+        """What is told of it in the metrics, now."""
+        signature = self.signature
+        return LiveModel(
+            signature.name,
+            signature.version,
+            self.stops,
+            self.abandoned,
+            getattr(self._runner, "workers", {}),
+            getattr(self._runner, "exits", {}),
+        )
 
     @property
     def abandoned(self) -> int:

@@ -14,7 +14,7 @@ import trio
 
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.models.host import Host
-from trio_infer.models.runner import Attend, Instance
+from trio_infer.models.runner import Attend, Instance, Stops
 from trio_infer.models.triton_execute import READY_WITHIN
 from trio_infer.models.triton_loading import initialize_arguments
 from trio_infer.models.triton_runner import TritonRunner
@@ -102,6 +102,17 @@ class ProcessRunner(TritonRunner):
         self.exits: Counter[str] = Counter()
         self.spare_after: float = SPARE_AFTER
         self._changed = trio.lowlevel.ParkingLot()
+
+    @property
+    def stops(self) -> Stops:
+        return super().stops if self._worker.grace is None else "process"
+
+    @property
+    def workers(self) -> dict[str, int]:
+        """How many processes there are now: `serving` in an instance's place, `spare`, and `starting`."""
+        ready = [slot in self._places for slot in self._slots if slot.alive]
+        running = sum(not slot.done.is_set() for slot in self._slots)
+        return {"serving": sum(ready), "spare": len(ready) - sum(ready), "starting": running - len(ready)}
 
     def configure(self, config: ModelConfig) -> None:
         super().configure(config)

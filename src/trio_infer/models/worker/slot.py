@@ -110,6 +110,7 @@ class Slot:
         self._hand: InHand | None = None
         self._calls: Calls | None = None
         self._waits_for_settings = False
+        self._is_spare = False
         self._ready = self._asks_ready = self._finalized = self._finishing = False
         self._fault: ModelLoadError | None = None
         self._killed_why = ""
@@ -151,6 +152,7 @@ class Slot:
         """
         if settings is not None:
             self._settings = settings
+            self._is_spare = True
             self._imported.set(None)
             self._loaded.set(None)
         trio.lowlevel.spawn_system_task(self._keep, name=f"<instance {self.name}>")
@@ -374,7 +376,8 @@ class Slot:
         again = self._loaded.known_good
         self._loaded.set(None)
         if again:
-            log.info("model instance '%s' is ready again", self.name)
+            log.info("model instance '%s' is ready%s", self.name, ", as a spare" if self._is_spare else " again")
+        self._is_spare = False
         self._plan.changed()
 
     def _on_finalized(self, _: Message) -> None:
