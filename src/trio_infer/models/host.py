@@ -58,7 +58,7 @@ class Host(Protocol):
         """What a model takes and gives; `version` may be "" for the newest. None if it isn't served."""
 
     def stops(self, name: str, version: str) -> str:
-        """Where a cancelled run of a model ends, as `Stops`; `version` may be "" for the newest. "" if there is none."""
+        """Where a cancelled run of a model ends, as `Stops`; `version` may be "" for the newest. "" for none."""
 
     def register_metric(self, name: str, description: str, kind: MetricKind) -> None:
         """Declare a family of metrics of a model's own; again is harmless if it says the same.

@@ -92,6 +92,7 @@ class Work:
         self._left_callbacks: list[Callable[[], None]] = []
         self._final = self._said_final = self._dropped = self._left = self._over = False
         self._news = trio.Event()
+        self._ended = trio.Event()
         instance.begin()
 
     @property
@@ -297,6 +298,7 @@ class Work:
             free = over or self._returned
         if over and not self._over:
             self._over = True
+            self._ended.set()
             if self._on_over is not None:
                 self._on_over(self)
         if free and not self._free:
@@ -305,8 +307,7 @@ class Work:
 
     async def _watch(self, left_at: float) -> None:
         with trio.move_on_after(self._deaf_after):
-            await self._until_over()
-        if self._over:
+            await self._ended.wait()
             return
         taken = not self._free
         log.warning(
@@ -315,14 +316,9 @@ class Work:
             trio.current_time() - left_at,
             "it stays taken until it is done" if taken else "meanwhile it takes other requests",
         )
-        await self._until_over()
+        await self._ended.wait()
         done = "is free again" if taken else "is done with it"
         log.info("model instance '%s' %s, %.1f s late", self.label, done, trio.current_time() - left_at)
-
-    async def _until_over(self) -> None:
-        while not self._over:
-            self._news = trio.Event()
-            await self._news.wait()
 
 
 async def attend(work: Work, send: Send) -> None:

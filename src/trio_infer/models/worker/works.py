@@ -111,7 +111,8 @@ class RemoteWork(Work):
         super().leave()
 
     async def _allow(self, grace: float) -> None:
-        await trio.sleep(grace)
-        if not self._over:
-            self.overdue = True
-            self._settle()
+        with trio.move_on_after(grace):
+            await self._ended.wait()
+            return
+        self.overdue = True
+        self._settle()
