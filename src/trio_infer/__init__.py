@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trio_infer.models.native import Model
     from trio_infer.models.repository import ModelRepository, find_models
     from trio_infer.models.token_model import Active, Generation, Prompt, TokenModel
+    from trio_infer.models.triton_current import check_cancelled, is_cancelled
     from trio_infer.observe.metrics_policy import MetricsPolicy
     from trio_infer.observe.statistics import RequestStatistics
     from trio_infer.protocol.datatypes import Datatype
@@ -74,7 +75,9 @@ __all__ = [
     "VertexAI",
     "__version__",
     "cancel_on_disconnect",
+    "check_cancelled",
     "find_models",
+    "is_cancelled",
 ]
 
 _HOMES = {
@@ -103,6 +106,8 @@ _HOMES = {
     "TokenModel": "trio_infer.models.token_model",
     "ModelRepository": "trio_infer.models.repository",
     "find_models": "trio_infer.models.repository",
+    "check_cancelled": "trio_infer.models.triton_current",
+    "is_cancelled": "trio_infer.models.triton_current",
     "MetricsPolicy": "trio_infer.observe.metrics_policy",
     "RequestStatistics": "trio_infer.observe.statistics",
     "Datatype": "trio_infer.protocol.datatypes",

@@ -12,6 +12,7 @@ from typing import Any
 from trio_infer.errors import ModelLoadError
 from trio_infer.models import triton_utils
 from trio_infer.models.backends import backend_class
+from trio_infer.models.functions import Reference, function_class
 from trio_infer.models.triton_autocomplete import AutoCompleteConfig
 from trio_infer.models.triton_current import is_trio_cancelled
 from trio_infer.models.triton_imports import PB_UTILS, ModelCode
@@ -19,23 +20,28 @@ from trio_infer.models.triton_imports import PB_UTILS, ModelCode
 __all__ = ["auto_complete", "import_class", "initialize", "make", "model_fault"]
 
 
-def import_class(code: ModelCode, backend: str = "") -> type[Any]:
-    """Import the file, and find the class in it; or the class that a backend has for it.
+def import_class(code: ModelCode, program: Mapping[str, str]) -> type[Any]:
+    """Import the file, and find the class in it; or the class that a backend has for it, or that calls a function.
 
     Args:
         code: an instance's own.
-        backend: the backend that runs it; "" for a Triton Python model.
+        program: `backend` is the name of the backend that runs it; `module`, `name` and `file` say where a function is
+            (see `Reference`); empty for a Triton Python model.
 
     Raises:
         ModelLoadError: what is wrong, with the file and line where there is one.
     """
+    if "module" in program:
+        code.register()
+        with model_fault(code, f"importing {program['name']} from {program['module']}"):
+            return function_class(Reference(**program).load())
     if not code.file.is_file():
         raise ModelLoadError(code.model, f"there is no {code.file.name} in its version directory", where=code.file)
     sys.modules[PB_UTILS] = triton_utils
-    if backend:
+    if "backend" in program:
         code.register()
-        with model_fault(code, f"backend '{backend}'"):
-            return backend_class(backend, code)
+        with model_fault(code, f"backend '{program['backend']}'"):
+            return backend_class(program["backend"], code)
     with model_fault(code, "importing it"):
         module = code.load()
     made = getattr(module, "TritonPythonModel", None)

@@ -9,19 +9,17 @@ from trio_infer.models.triton_hooks import model_fault
 from trio_infer.models.triton_imports import ModelCode
 from trio_infer.protocol.model_config import ModelConfig
 
-__all__ = ["import_model", "initialize", "initialize_arguments", "model_fault"]
+__all__ = ["initialize", "initialize_arguments", "make_model", "model_fault"]
 
 
-def import_model(
-    code: ModelCode, config: ModelConfig, *, auto_complete: bool, backend: str = ""
-) -> tuple[Any, ModelConfig]:
-    """Import the file and make the model object.
+def make_model(made: Any, code: ModelCode, config: ModelConfig, *, auto_complete: bool) -> tuple[Any, ModelConfig]:
+    """Make the model object.
 
     Args:
+        made: its class.
         code: an instance's own.
         config: as far as it is known.
         auto_complete: whether to ask the model for the rest of it.
-        backend: the backend that runs it; "" for a Triton Python model.
 
     Returns:
         the model, not initialized yet; the configuration, complete.
@@ -29,7 +27,6 @@ def import_model(
     Raises:
         ModelLoadError: what is wrong, with the file and line where there is one.
     """
-    made = triton_hooks.import_class(code, backend)
     if auto_complete:
         completed = triton_hooks.auto_complete(made, code, config.as_json())
         if completed is not None:

@@ -35,8 +35,9 @@ from trio_infer.models.joining import AT_ONCE
 from trio_infer.models.local_bridge import LocalBridge
 from trio_infer.models.runner import Attend, Instance
 from trio_infer.models.triton_execute import Executor, Loaded
+from trio_infer.models.triton_hooks import import_class
 from trio_infer.models.triton_imports import ModelCode
-from trio_infer.models.triton_loading import import_model, initialize
+from trio_infer.models.triton_loading import initialize, make_model
 from trio_infer.models.triton_runner import TritonRunner
 from trio_infer.models.triton_work import Work, attend, only_response
 from trio_infer.protocol.model_config import ModelConfig
@@ -84,7 +85,7 @@ class TritonPythonRunner(TritonRunner):
                 code = ModelCode(config.name, self.file, bridge)
                 try:
                     auto_complete = self._auto_complete and index == 0
-                    made, config = import_model(code, config, auto_complete=auto_complete, backend=self.backend)
+                    made, config = make_model(self.import_class(code), code, config, auto_complete=auto_complete)
                     initialize(made, code, config, index, self.version)
                 except BaseException:
                     code.forget()
@@ -94,6 +95,10 @@ class TritonPythonRunner(TritonRunner):
             self._finalize()
             raise
         return config
+
+    def import_class(self, code: ModelCode) -> type[Any]:
+        """The model's class, as an instance's own; called in a thread."""
+        return import_class(code, self.program)
 
     def _in_hand(self, index: int) -> list[Work]:
         return [work for work in self._works if work.index == index]

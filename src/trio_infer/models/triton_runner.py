@@ -65,9 +65,9 @@ class TritonRunner:
             self.signature = Signature(config.name, str(self.version), (), ())
 
     @property
-    def backend(self) -> str:
-        """The backend that runs it; "" for a Triton Python model."""
-        return self.config.backend if self.config.backend in BACKENDS else ""
+    def program(self) -> Mapping[str, str]:
+        """What is to be run; see `import_class`."""
+        return {"backend": self.config.backend} if self.config.backend in BACKENDS else {}
 
     @property
     def stops(self) -> Stops:

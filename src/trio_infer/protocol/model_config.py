@@ -424,9 +424,14 @@ class ModelConfig:
 
     def with_promise(self, stops: str) -> ModelConfig:
         """The same with the parameter `stops`: where a cancelled run ends, which only the server knows."""
+        return self.with_parameters({"stops": stops})
+
+    def with_parameters(self, parameters: Mapping[str, str]) -> ModelConfig:
+        """The same with more parameters, or others in place of those of that name."""
         message = new_config()
         message.CopyFrom(self.message)
-        message.parameters["stops"].string_value = stops
+        for key, value in parameters.items():
+            message.parameters[key].string_value = value
         return attrs.evolve(self, message=message)
 
     def renamed(self, name: str) -> ModelConfig:

@@ -29,7 +29,7 @@ import onnxruntime as ort  # type: ignore[import-untyped, unused-ignore]  # it h
 
 from trio_infer.errors import ErrorCode, ModelLoadError, RunCancelled
 from trio_infer.models.backends import BackendModel
-from trio_infer.models.backends.joined import joined, parts
+from trio_infer.models.backends.joined import joined, parts, split
 from trio_infer.models.triton_autocomplete import AutoCompleteConfig
 from trio_infer.models.triton_current import check_cancelled, when_cancelled
 from trio_infer.models.triton_imports import ModelCode
@@ -153,30 +153,19 @@ class Model(BackendModel):
                 f"model '{self.code.model}' can't take this: {_first_line(error)}", ErrorCode.INVALID_ARG
             )
             return [InferenceResponse(error=fault) for _ in batch]
-        given = dict(zip(names, map(_given, outputs), strict=True))
-        return self._split(batch, given)
+        try:
+            answers = split(batch, dict(zip(names, map(_given, outputs), strict=True)))
+        except ValueError as error:
+            fault = TritonError(
+                f"{error}, so it can't be told whose is whose; model '{self.code.model}' needs `max_batch_size: 0`"
+            )
+            return [InferenceResponse(error=fault) for _ in batch]
+        return [InferenceResponse([Tensor(name, array) for name, array in answer.items()]) for answer in answers]
 
     def _fed(self, name: str, array: Array) -> Array:
         if name not in self._strings:
             return array
         return np.array([_text(item) for item in array.flat], dtype=object).reshape(array.shape)
-
-    def _split(self, batch: Sequence[InferenceRequest], outputs: Mapping[str, Array]) -> Sequence[InferenceResponse]:
-        if len(batch) == 1:
-            return [InferenceResponse([Tensor(name, array) for name, array in outputs.items()])]
-        rows = [request.inputs()[0].as_numpy().shape[0] for request in batch]
-        for name, array in outputs.items():
-            if array.ndim == 0 or array.shape[0] != sum(rows):
-                fault = TritonError(
-                    f"output '{name}' of model '{self.code.model}' has the shape {list(array.shape)} for {sum(rows)} "
-                    "rows, so it can't be told whose is whose; a model like that needs `max_batch_size: 0`"
-                )
-                return [InferenceResponse(error=fault) for _ in batch]
-        ends = np.cumsum(rows)
-        return [
-            InferenceResponse([Tensor(name, array[end - count : end]) for name, array in outputs.items()])
-            for count, end in zip(rows, ends, strict=True)
-        ]
 
     def finalize(self) -> None:
         self._session = None

@@ -112,7 +112,7 @@ class _Worker:
         _set_levels(fields["levels"])
         self._code = WorkerCode(fields["model"], Path(fields["file"]), self._bridge)
         try:
-            self._class = import_class(self._code, fields["backend"])
+            self._class = import_class(self._code, fields["program"])
             config = fields["config"]
             completed = None if config is None else auto_complete(self._class, self._code, config)
         except ModelLoadError as error:

@@ -131,7 +131,7 @@ class ProcessRunner(TritonRunner):
         """
         plan = Plan(
             name=self.config.name,
-            setting={"model": self.config.name, "file": str(self.file), "backend": self.backend, "sys_path": sys.path},
+            setting={"model": self.config.name, "file": str(self.file), "program": self.program, "sys_path": sys.path},
             host=host,
             deaf_after=self._deaf_after,
             decoupled=lambda: self.signature.decoupled,
