@@ -115,6 +115,9 @@ async def test_each_metric_of_the_table_is_there_and_none_besides(autojump_clock
         await leaver.send(infer_ticks(9, model="streamer"))
         await leaver.close()
         await served.ended(3)
+        assert served.server._watchdog is not None
+        served.server._watchdog.times["ticker"] = 1
+        served.server._watchdog.seconds["ticker"] = 0.5
         lines = await scrape(client)
         assert {
             'nv_inference_request_success{model="echo",version="1"} 2',

@@ -50,6 +50,8 @@ class Limits:
             refusal. (nginx lingering_timeout: 5.)
         max_connections: connections open at once; further ones wait in the listen queue. (As with HAProxy's maxconn.)
         max_json_depth: nesting of a JSON body. (Triton: 100.)
+        loop_block_ms: milliseconds for which a native model may block the event loop; then the log names it, and the
+            metrics count it. 0 looks at nobody. (asyncio's slow_callback_duration, in its debug mode: 100 ms.)
     """
 
     max_header_size: int = attrs.field(default=16 * _KIB, validator=_positive)
@@ -63,6 +65,7 @@ class Limits:
     linger_timeout: float = attrs.field(default=5.0, validator=_positive)
     max_connections: int = attrs.field(default=16_384, validator=_positive)
     max_json_depth: int = attrs.field(default=100, validator=_positive)
+    loop_block_ms: int = attrs.field(default=100, validator=_not_negative)
 
 
 @attrs.frozen(kw_only=True)

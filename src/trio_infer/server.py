@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import ssl
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -28,6 +29,7 @@ from trio_infer.api.v2 import V2
 from trio_infer.errors import ModelLoadError, SetupError
 from trio_infer.lifecycle import CancelReason, Life, LifeWatcher
 from trio_infer.limits import ControlPolicy, DisconnectPolicy, Keepalive, Limits, RateLimit
+from trio_infer.models.blocking import BlockedLoop
 from trio_infer.models.native import Model
 from trio_infer.models.native_loading import native_runner
 from trio_infer.models.runner import Runner
@@ -194,11 +196,13 @@ class Server:
         disconnect = disconnect or DisconnectPolicy()
         if disconnect.pipelined == "watch" and not HAS_EPOLL:
             raise SetupError('pipelined="watch" needs Linux (epoll); use "disarm"')
+        self._watchdog = BlockedLoop(limits.loop_block_ms / 1000) if limits.loop_block_ms else None
         self._catalog = Catalog()
         self._conversations: set[Conversation] = set()
         self._observatory = Observatory(
             metrics,
             live=lambda: [model.live() for model in self._control.live],
+            blocked=lambda: () if self._watchdog is None else self._watchdog.counted(),
             connections=lambda: len(self._conversations),
             traces=traces,
             logs=logs,
@@ -302,7 +306,8 @@ class Server:
             listeners=listeners,
         )
         try:
-            await self._serve([main, *self._fronts], task_status)
+            async with nullcontext() if self._watchdog is None else self._watchdog.watching():
+                await self._serve([main, *self._fronts], task_status)
         except BaseExceptionGroup as group:
             matter = _matter(group)
             raise matter from matter.__cause__

@@ -188,6 +188,20 @@ FAMILIES: Final = tuple(
             "1: where a cancelled run of the model ends",
         ),
         (
+            "trio_infer_loop_blocked_total",
+            "counter",
+            ("model",),
+            "How often the event loop was blocked for longer than it may be, by the model; empty if none was seen",
+            "`--loop-block-ms` is not 0, and it has happened",
+        ),
+        (
+            "trio_infer_loop_blocked_seconds_total",
+            "counter",
+            ("model",),
+            "For how long, in all",
+            "`--loop-block-ms` is not 0, and it has happened",
+        ),
+        (
             "trio_infer_worker_processes",
             "gauge",
             ("model", "version", "state"),
@@ -229,7 +243,7 @@ class Collector:
         models: the books.
         requests: counters of clients' requests.
         policy: what is left out.
-        live: asked at each scrape.
+        live, blocked: asked at each scrape.
         connections: how many are open.
         others: collectors of more families, such as those that models keep.
     """
@@ -241,6 +255,7 @@ class Collector:
         policy: MetricsPolicy,
         *,
         live: Live = tuple,
+        blocked: Callable[[], Iterable[tuple[str, int, float]]] = tuple,
         connections: Callable[[], int] = int,
         others: Iterable[Any] = (),
     ) -> None:
@@ -248,6 +263,7 @@ class Collector:
         self._requests = requests
         self._policy = policy
         self._live = live
+        self._blocked = blocked
         self._connections = connections
         self._others = tuple(others)
         self._machine = Machine(policy.interval_ms / 1000) if policy.cpu else None
@@ -352,6 +368,10 @@ class Collector:
         for phase in Phase:
             name = "trio_infer_requests_in_flight"
             made[name].add_sample(name, {"phase": phase.value}, counted.in_flight[phase])
+        for model, times, seconds in self._blocked():
+            name = "trio_infer_loop_blocked"
+            made[f"{name}_total"].add_sample(f"{name}_total", {"model": model}, times)
+            made[f"{name}_seconds_total"].add_sample(f"{name}_seconds_total", {"model": model}, seconds)
         made["trio_infer_connections"].add_sample("trio_infer_connections", {}, self._connections())
         if self._machine is not None:
             for name, value in self._machine.look().items():

@@ -27,6 +27,7 @@ class Observatory:
     Args:
         metrics: what `/metrics` has; None for no metrics.
         live: gives each model that is loaded or drains.
+        blocked: gives, for each model that has blocked the event loop, how often and for how many seconds.
         connections: how many are open.
         traces: what is traced; None for the defaults.
         logs: what is logged; None if that is for another program to say.
@@ -44,6 +45,7 @@ class Observatory:
         metrics: MetricsPolicy | None = None,
         *,
         live: Callable[[], Iterable[LiveModel]] = tuple,
+        blocked: Callable[[], Iterable[tuple[str, int, float]]] = tuple,
         connections: Callable[[], int] = int,
         traces: TraceSettings | None = None,
         logs: LogSettings | None = None,
@@ -63,6 +65,7 @@ class Observatory:
                 self.requests,
                 metrics,
                 live=live,
+                blocked=blocked,
                 connections=connections,
                 others=[self.custom],
             )
