@@ -83,3 +83,7 @@ def nonsense(x: Any) -> Any:
 
 def said(x: Any) -> Any:
     return [float(os.environ.get("NUMBER", 0)), len(os.sched_getaffinity(0))]
+
+
+def in_a_worker() -> bool:
+    return "trio_infer.models.worker.child" in sys.modules

@@ -130,6 +130,7 @@ class TokenRunner(NativeRunner):
         self._statistics = TokenStatistics()
         self._news = trio.Event()
         self._running = False
+        self._over = trio.Event()  # of the loop that runs
         self._limiter = trio.CapacityLimiter(math.inf)  # its thread waits for nobody else's
 
     def check_infer(self) -> bool:
@@ -196,6 +197,7 @@ class TokenRunner(NativeRunner):
         self._news.set()
         if not self._running:
             self._running = True
+            self._over = trio.Event()
             trio.lowlevel.spawn_system_task(self._loop, name=f"<token loop of {self.signature.name}>")
 
     # ---- the loop's task
@@ -218,6 +220,16 @@ class TokenRunner(NativeRunner):
                 self._apply(seat, _Said(done=True, error=InferError(str(error), ErrorCode.INTERNAL)))
         finally:
             self._running = False
+            self._over.set()
+
+    async def unload(self) -> None:
+        """Wait until the step in progress is over, then let the model clean up.
+
+        Cancellation: leaves at once; the model isn't cleaned up then, if it still computes.
+        """
+        if self._running:
+            await self._over.wait()
+        await super().unload()
 
     def _joining(self) -> list[_Seat]:
         """Whose prompt isn't through yet."""
