@@ -1,4 +1,4 @@
-"""Text generation with Hugging Face transformers: a prompt in, its continuation out, token by token, until nobody reads.
+"""Text generation with Hugging Face transformers: a prompt in, its continuation out token by token, until nobody reads.
 
 A version directory is a model directory as `save_pretrained` writes it. Nothing is downloaded, and no code that lies in
 it is run: what needs either is refused when it loads.
@@ -54,6 +54,10 @@ OUTPUTS: Final = (
 DRAWING: Final = ("temperature", "top_k", "top_p", "min_p")
 OTHER_DRAWING: Final = ("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
 """What a generation_config.json may say of drawing that isn't done here, so that it is refused."""
+
+LOCAL: Final = {"local_files_only": True, "trust_remote_code": False}
+DEFAULT_TOKENS: Final = 1024
+"""`max_tokens` of models that say neither that nor how long their context is."""
 
 
 class Model(BackendModel):
@@ -237,7 +241,7 @@ class Model(BackendModel):
             InferError: its text is no text, or too long; or as `read_options`.
         """
         inputs = {tensor.name(): tensor.as_numpy().ravel() for tensor in request.inputs()}
-        stops = inputs.get("stop", ())
+        stops = [*inputs.get("stop", ())]
         options = read_options(json.loads(request.parameters()), stops, self._defaults, self._context)
         try:
             text = inputs["text_input"][0].decode()
@@ -252,11 +256,6 @@ class Model(BackendModel):
             limit = "1 or more tokens" if most is None else f"from 1 to {most} tokens"
             raise InferError(f"`text_input` must have {limit}, to leave room for one of the answer, got {count}")
         return options, tokens.long()
-
-
-LOCAL: Final = {"local_files_only": True, "trust_remote_code": False}
-DEFAULT_TOKENS: Final = 1024
-"""`max_tokens` of models that say neither that nor how long their context is."""
 
 
 class _Answer:
