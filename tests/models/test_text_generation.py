@@ -71,6 +71,18 @@ def client(runner: Any, text: str | bytes = PROMPT, *stop: str, **parameters: An
     return Client(runner, inputs=inputs, parameters=parameters)
 
 
+def leaving_client(runner: Any, **parameters: Any) -> Client:
+    """One that leaves with the first piece that it gets."""
+    leaving = client(runner, **parameters)
+
+    async def leave(response: InferResponse) -> None:
+        leaving.responses.append(response)
+        leaving.leave()
+
+    leaving.send = leave  # type: ignore[method-assign]  # it is this one's only
+    return leaving
+
+
 def pieces(responses: list[InferResponse]) -> list[str]:
     return [response.outputs["text_output"][0].decode() for response in responses]
 
@@ -235,14 +247,8 @@ async def test_an_answer_is_no_longer_than_the_context(root: Path) -> None:
 async def test_a_client_that_leaves_in_mid_answer_stops_it_at_a_token(root: Path) -> None:
     runner = await loaded(root)
     before = await ask(runner, max_tokens=20, **DRAWN)
-    leaving = client(runner, max_tokens=200, **DRAWN)
+    leaving = leaving_client(runner, max_tokens=200, **DRAWN)
     calls: list[int] = []
-
-    async def leave(response: InferResponse) -> None:
-        leaving.responses.append(response)
-        leaving.leave()
-
-    leaving.send = leave  # type: ignore[method-assign]  # it is this test's own client
     with hooked(network(runner), lambda *_: calls.append(1)):
         await leaving.stay()
         with trio.fail_after(SOON):
@@ -267,7 +273,7 @@ async def test_a_client_that_leaves_during_its_prompt_stops_it_within_a_block(
         entered.set()
         assert gate.wait(SOON)
 
-    leaving = client(runner, "left " * 100, max_tokens=20)
+    leaving = client(runner, "left " * 50, max_tokens=20)
     with hooked(first.mlp, wait), hooked(second, lambda *_: calls.append(1)):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(leaving.stay)
@@ -291,13 +297,8 @@ async def test_of_two_instances_one_is_left_and_the_other_goes_on(tmp_path: Path
     (tmp_path / "m" / "config.pbtxt").write_text("instance_group { count: 2 }")
     runner = await loaded(tmp_path)
     expected = await ask(runner, max_tokens=40, **DRAWN)
-    leaving, staying = client(runner, max_tokens=40, **DRAWN), client(runner, max_tokens=40, **DRAWN)
+    leaving, staying = leaving_client(runner, max_tokens=200, **DRAWN), client(runner, max_tokens=40, **DRAWN)
     staying.instance.index = 1
-
-    async def leave(response: InferResponse) -> None:
-        leaving.leave()
-
-    leaving.send = leave  # type: ignore[method-assign]  # it is this test's own client
     async with trio.open_nursery() as nursery:
         nursery.start_soon(leaving.stay)
         last = await staying.ask()
@@ -318,19 +319,14 @@ async def test_a_model_that_is_unloaded_has_no_hooks_any_more(root: Path) -> Non
 # ---- in a process
 
 
-async def test_a_process_gives_the_same_text_and_stops_as_soon(tmp_path: Path) -> None:
-    directory = make_text_model(tmp_path / "m" / "1")
+async def test_a_process_gives_the_same_text_and_stops_by_itself(tmp_path: Path) -> None:
+    directory = make_text_model(tmp_path / "m" / "1", context=4096)
     (tmp_path / "m" / "config.pbtxt").write_text(PROCESS)
     runner = await loaded(tmp_path)
     assert runner.stops == "process"
     text = bare(directory, seed=5, max_new_tokens=20, do_sample=True, temperature=0.8)
     assert (await ask_slowly(runner, max_tokens=20, **DRAWN))[0] == text
-    leaving = client(runner, max_tokens=200)
-
-    async def leave(response: InferResponse) -> None:
-        leaving.leave()
-
-    leaving.send = leave  # type: ignore[method-assign]  # it is this test's own client
+    leaving = leaving_client(runner, max_tokens=4000)  # which takes far longer than the grace
     await leaving.stay()
     with trio.fail_after(SOON):
         await leaving.idle.wait()
@@ -356,14 +352,14 @@ async def test_generate_and_infer_give_one_answer_and_generate_stream_gives_the_
     async with serving(*find_models([root]), memory=True) as served:
         http = served.connect_in_memory()
         body = {"text_input": PROMPT, "max_tokens": 15}
-        answer = (await http.ask(post("m", "generate", body))).json()
+        answer = (await http.ask(post("m", "generate", body))).json
         assert answer == {"model_name": "m", "model_version": "1", "text_output": text, "finish_reason": "length"}
-        answer = (await http.ask(post("m", "generate", {"text_input": PROMPT, "parameters": {"max_tokens": 15}}))).json()
+        answer = (await http.ask(post("m", "generate", {"text_input": PROMPT, "parameters": {"max_tokens": 15}}))).json
         assert answer["text_output"] == text
-        answer = (await http.ask(post("m", "generate", {**body, "stop": [text[5:7]]}))).json()
+        answer = (await http.ask(post("m", "generate", {**body, "stop": [text[5:7]]}))).json
         assert (answer["text_output"], answer["finish_reason"]) == (text[: text.find(text[5:7])], "stop")
         tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [PROMPT]}
-        answer = (await http.ask(post("m", "infer", {"inputs": [tensor], "parameters": {"max_tokens": 15}}))).json()
+        answer = (await http.ask(post("m", "infer", {"inputs": [tensor], "parameters": {"max_tokens": 15}}))).json
         assert {output["name"]: output["data"] for output in answer["outputs"]} == {
             "text_output": [text],
             "finish_reason": ["length"],
@@ -372,25 +368,39 @@ async def test_generate_and_infer_give_one_answer_and_generate_stream_gives_the_
         assert len(events) > 5
         assert "".join(json.loads(event.removeprefix("data: "))["text_output"] for event in events) == text
         refused = await http.ask(post("m", "generate_stream", {**body, "temperature": "hot"}))
-        assert (refused.status, refused.json()["error"]) == (
+        assert (refused.status, refused.json["error"]) == (
             400,
             "`temperature` must be 0, or a number from 0.01 to 100, got 'hot'",
         )
 
 
 async def test_a_client_that_leaves_its_stream_frees_the_instance(root: Path) -> None:
-    async with serving(*find_models([root])) as served:
-        with trio.fail_after(SOON):
+    runner = only_runner(root)
+    async with serving(runner) as served:
+        held, gate = threading.Event(), threading.Event()
+        calls: list[int] = []
+
+        def hold(*_: Any) -> None:  # else the stream might be over, and in a socket's buffer, before the client leaves
+            calls.append(1)
+            if len(calls) == 10:
+                held.set()
+                assert gate.wait(SOON)
+
+        with trio.fail_after(SOON), hooked(network(runner), hold):
             http = await served.connect()
             await http.send(post("m", "generate_stream", {"text_input": PROMPT, "max_tokens": 230}))
             assert (await http.head()).status == 200
             assert await http.chunk()
+            await happens(held)
             await http.close()
             await served.ended(1)
-            assert served.cancelled() == {("streaming", "disconnected"): 1}
+            assert served.cancelled() == {("client disconnected", "streaming"): 1}
+            gate.set()
             other = await served.connect()
             answer = await other.ask(post("m", "generate", {"text_input": PROMPT, "max_tokens": 3}))
-            assert answer.json()["finish_reason"] == "length"
+            assert answer.json["finish_reason"] == "length"
+            assert len(calls) == 10 + 3, "no token was begun after the client had left"
+            await other.close()
 
 
 # ---- loading

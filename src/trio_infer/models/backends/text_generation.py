@@ -155,7 +155,7 @@ class Model(BackendModel):
             raise self._fault("its configuration must have max_batch_size 0 and a `decoupled` transaction policy")
 
     def _device(self, kind: str, number: str) -> str:
-        if kind != "KIND_GPU":
+        if kind != "GPU":
             return "cpu"
         count = torch.cuda.device_count()
         if int(number) >= count:
