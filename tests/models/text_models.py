@@ -15,7 +15,9 @@ SENTENCES = (
 )
 
 
-def make_text_model(directory: Path, *, context: int = 256, width: int = 64, layers: int = 3, **generation: Any) -> Path:
+def make_text_model(
+    directory: Path, *, context: int = 256, width: int = 64, layers: int = 3, **generation: Any
+) -> Path:
     """Write a version directory.
 
     Args:

@@ -280,8 +280,8 @@ class _Answer:
         self._room = room
         self._send = send
         self._is_cancelled = is_cancelled
-        self.reason = ""
-        self.last = ""
+        self.reason: str = ""
+        self.last: str = ""
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         if not self.reason:  # on a GPU, it may be asked once more
