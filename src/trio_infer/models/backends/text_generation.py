@@ -5,8 +5,9 @@ it is run: what needs either is refused when it loads.
 
 How a generation stops. transformers asks its stopping criteria after each token; ours passes the token's text on, and
 says that it was the last when the answer is complete, or when nobody wants it. That alone would let a prompt of 1,800
-tokens go through the model to its end (1.5 s measured), as the first token comes after it; so the model has hooks, too
-(`torch_hooks`), which leave the run between two parts of a block, in the prompt or in a token.
+tokens go through the model to its end, as the first token comes after it; so the model has hooks, too (`torch_hooks`),
+which leave the run between two modules, in the prompt or in a token. Measured with such a prompt and 8 layers of width
+512 (a prompt takes 610 ms, a token 8): without hooks the work goes on for 499 ms at the median, with them for 5.4 ms.
 
 How tokens are drawn. transformers draws from torch's random numbers, which all threads of a process share: with two
 generations at a time, or one that was cancelled before, a seed would mean nothing. So it is told to take the likeliest
@@ -57,7 +58,7 @@ OTHER_DRAWING: Final = ("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "w
 
 LOCAL: Final = {"local_files_only": True, "trust_remote_code": False}
 DEFAULT_TOKENS: Final = 1024
-"""`max_tokens` of models that say neither that nor how long their context is."""
+"""`max_tokens` where neither the request nor the model says it: contexts have room for hours."""
 
 
 class Model(BackendModel):
@@ -92,7 +93,8 @@ class Model(BackendModel):
         self._context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         self._longest_token: int = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._config, self._defaults = self._take_defaults()
-        self._hooks = StopHooks(stop_points(self._model))
+        # A GPU runs behind: a hook stops no more than what is queued next, and Python's time is what a token takes there.
+        self._hooks = StopHooks(stop_points(self._model, "all" if device == "cpu" else "parts"))
 
     def execute(self, requests: Sequence[InferenceRequest]) -> None:
         """Answer a request, piece by piece.
@@ -211,7 +213,7 @@ class Model(BackendModel):
         options, tokens = self._read(request)
         room = options.max_tokens or DEFAULT_TOKENS
         if self._context is not None:
-            room = min(options.max_tokens or self._context, self._context - tokens.shape[1])
+            room = min(room, self._context - tokens.shape[1])
         config = copy.deepcopy(self._config)
         config.update(max_new_tokens=room, repetition_penalty=options.repetition_penalty)
         decode = partial(self._tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)

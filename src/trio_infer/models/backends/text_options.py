@@ -21,7 +21,7 @@ class TextOptions:
     """How one answer is made.
 
     Args:
-        max_tokens: how many tokens it has at most; None for as many as the context has room for.
+        max_tokens: how many tokens it has at most; None if nobody says.
         temperature: 0 takes the most likely token each time; above that, tokens are drawn.
         top_k: only that many of the most likely tokens are drawn from; 0 for all.
         top_p: only the most likely ones that together have this probability; 1 for all.
