@@ -80,17 +80,22 @@ class TritonRunner:
     @property
     def collects(self) -> bool:
         """Whether its backend says how a request's responses are one."""
-        return bool(self.backend and BACKENDS[self.backend].pieces)
+        return bool(self._pieces)
 
     def collect(self, responses: Sequence[InferResponse]) -> InferResponse:
         """All responses to a request as one: the pieces joined, and of anything else what came last."""
         outputs = {name: value for response in responses for name, value in response.outputs.items()}
-        for name in BACKENDS[self.backend].pieces:
+        for name in self._pieces:
             if name in outputs:
                 parts = [np.asarray(response.outputs[name]) for response in responses if name in response.outputs]
                 text = b"".join(element for part in parts for element in part.ravel())
                 outputs[name] = np.array([text], object).reshape(parts[0].shape)
         return InferResponse(outputs, {name: value for each in responses for name, value in each.parameters.items()})
+
+    @property
+    def _pieces(self) -> tuple[str, ...]:
+        backend = BACKENDS.get(self.config.backend)
+        return () if backend is None else backend.pieces
 
     @property
     def instances(self) -> int:

@@ -93,7 +93,7 @@ class Model(BackendModel):
         self._context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         self._longest_token: int = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._config, self._defaults = self._take_defaults()
-        # A GPU runs behind: a hook stops no more than what is queued next, and Python's time is what a token takes there.
+        # A GPU runs behind Python, which is what takes the time there; a hook stops no more than what is queued next.
         self._hooks = StopHooks(stop_points(self._model, "all" if device == "cpu" else "parts"))
 
     def execute(self, requests: Sequence[InferenceRequest]) -> None:
