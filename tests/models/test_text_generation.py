@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
-from text_models import edit_json, make_text_model
+from text_models import edit_json, make_text_model, make_tokenizer
 from triton_stage import Client, happens
 
 from support import post, serving
@@ -60,7 +60,7 @@ async def loaded(root: Path) -> Any:
 
 def network(runner: Any) -> Any:
     """The torch module of a runner's only instance."""
-    return runner._loaded[0].model._model
+    return runner._loaded[0].model._text.network
 
 
 def client(runner: Any, text: str | bytes = PROMPT, *stop: str, **parameters: Any) -> Client:
@@ -97,7 +97,7 @@ async def ask(runner: Any, text: str | bytes = PROMPT, *stop: str, **parameters:
 def bare(directory: Path, text: str = PROMPT, *, seed: int = 0, **options: Any) -> str:
     """What the library alone gives."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     tokens = tokenizer(text, return_tensors="pt")["input_ids"]
     torch.manual_seed(seed)
     made = model.generate(tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0, **options)
@@ -198,6 +198,46 @@ async def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(root: Path) ->
     with hooked(network(runner), lambda *_: calls.append(1)):
         assert await ask(runner, PROMPT, "not in it", stop, max_tokens=60) == (text[: text.find(stop)], "stop")
     assert len(calls) < 40, "and no more tokens are made"
+    await runner.unload()
+
+
+async def test_what_else_the_library_knows_to_end_an_answer_ends_it(tmp_path: Path) -> None:
+    text = bare(make_text_model(tmp_path / "m" / "1"), max_new_tokens=30)
+    edit_json(tmp_path / "m" / "1" / "generation_config.json", stop_strings=[text[20:23]])
+    runner = await loaded(tmp_path)
+    assert await ask(runner, max_tokens=30) == (text[: text.find(text[20:23])], "stop")
+    assert await ask(runner, PROMPT, "not in it", max_tokens=30) == (text, "length"), (
+        "the request's count in their place"
+    )
+    await runner.unload()
+    edit_json(tmp_path / "m" / "1" / "generation_config.json", stop_strings=None, max_time=1e-9)
+    runner = await loaded(tmp_path)
+    short, reason = await ask(runner, max_tokens=30)
+    assert text.startswith(short)
+    assert (len(short) < 10, reason) == (True, "length")
+    await runner.unload()
+
+
+@pytest.mark.parametrize(
+    ("kind", "context"),
+    [
+        ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}),
+        ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2}),  # there is no limit to what it can take
+        ("Qwen2", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    ],
+)
+async def test_models_of_any_kind_are_served(kind: str, context: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "m" / "1"
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(2)
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=len(tokenizer), initializer_range=0.3, **ends, **context)
+    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(directory)
+    runner = await loaded(tmp_path)
+    for seed in range(3):
+        expected = bare(directory, seed=seed, max_new_tokens=20, do_sample=True)
+        assert (await ask(runner, max_tokens=20, temperature=1, seed=seed))[0] == expected
     await runner.unload()
 
 
@@ -439,7 +479,7 @@ async def test_pickled_weights_are_not_read(own: Path) -> None:
 async def test_a_directory_without_a_tokenizer_is_refused(own: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (own / name).unlink()
-    assert "transformers can't load it" in (await faulty(own)).reason
+    assert "transformers can't take it" in (await faulty(own)).reason
 
 
 async def test_weights_that_are_not_the_model_s_are_refused(own: Path) -> None:
@@ -464,6 +504,8 @@ async def test_a_model_with_an_encoder_is_refused(own: Path) -> None:
     [
         ({"num_beams": 4}, "it asks for beam_search, whose tokens aren't final when they are made"),
         ({"do_sample": True, "typical_p": 0.5}, "`typical_p` is not supported"),
+        ({"do_sample": True, "num_return_sequences": 2}, "`num_return_sequences` must be 1, got 2"),
+        ({"token_healing": True}, "transformers can't take it: ValueError: "),
     ],
 )
 async def test_a_generation_config_that_cannot_be_followed_is_refused(own: Path, generation: Any, words: str) -> None:
