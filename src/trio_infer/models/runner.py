@@ -174,7 +174,14 @@ class Batches(Protocol):
 
 @runtime_checkable
 class Collects(Protocol):
-    """A runner of a model with any number of responses that can make one of them all."""
+    """A runner of a model with any number of responses that can make one of them all.
+
+    Attributes:
+        collects: whether it can for this model.
+    """
+
+    @property
+    def collects(self) -> bool: ...
 
     def collect(self, responses: Sequence[InferResponse]) -> InferResponse:
         """All responses to a request, in their order, as one.

@@ -115,6 +115,7 @@ class TokenRunner(NativeRunner):
 
     model: TokenModel
     stops: Stops = "token"
+    collects: bool = True
 
     def __init__(self, model: TokenModel, **options: Any) -> None:
         name = getattr(model, "name", "") or type(model).__name__

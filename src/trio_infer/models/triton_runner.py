@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
+
+import numpy as np
 
 from trio_infer.models.backends import BACKENDS
 from trio_infer.models.runner import Stops
 from trio_infer.models.triton_work import Work
 from trio_infer.protocol.model_config import ModelConfig
-from trio_infer.protocol.values import Signature
+from trio_infer.protocol.values import InferResponse, Signature
 
 __all__ = ["TritonRunner"]
 
@@ -74,6 +76,26 @@ class TritonRunner:
         """Where a cancelled run ends, as far as the model or its backend sees to it."""
         backend = BACKENDS.get(self.config.backend)
         return "callback" if backend is None else backend.stops_in_thread(self.file.name)
+
+    @property
+    def collects(self) -> bool:
+        """Whether its backend says how a request's responses are one."""
+        return bool(self._pieces)
+
+    def collect(self, responses: Sequence[InferResponse]) -> InferResponse:
+        """All responses to a request as one: the pieces joined, and of anything else what came last."""
+        outputs = {name: value for response in responses for name, value in response.outputs.items()}
+        for name in self._pieces:
+            if name in outputs:
+                parts = [np.asarray(response.outputs[name]) for response in responses if name in response.outputs]
+                text = b"".join(element for part in parts for element in part.ravel())
+                outputs[name] = np.array([text], object).reshape(parts[0].shape)
+        return InferResponse(outputs, {name: value for each in responses for name, value in each.parameters.items()})
+
+    @property
+    def _pieces(self) -> tuple[str, ...]:
+        backend = BACKENDS.get(self.config.backend)
+        return () if backend is None else backend.pieces
 
     @property
     def instances(self) -> int:

@@ -251,7 +251,7 @@ class ServedModel:
     @property
     def collects(self) -> bool:
         """Whether all responses of one request can be made one, for a client that wants just one."""
-        return isinstance(self._runner, Collects)
+        return isinstance(self._runner, Collects) and self._runner.collects
 
     def collect(self, responses: Sequence[InferResponse]) -> InferResponse | None:
         """The response for a client that wants just one; None if there isn't one.
@@ -259,7 +259,7 @@ class ServedModel:
         Raises:
             InferError: the model makes of them what it must not.
         """
-        if isinstance(self._runner, Collects):
+        if isinstance(self._runner, Collects) and self._runner.collects:
             return self._runner.collect(responses)
         return responses[0] if len(responses) == 1 else None
 

@@ -36,6 +36,8 @@ class Backend:
         platforms: names for it in a configuration's `platform`.
         stops: where a cancelled run of it ends, in a thread, if no process can be killed; as `Stops`.
         never_stops: suffixes of those files whose runs nothing can end in a thread.
+        pieces: BYTES outputs that come in pieces, one in each of a request's responses: joined, they are what a client
+            gets that wants one response.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Backend:
     platforms: tuple[str, ...] = ()
     stops: Literal["operator", "token"] = "operator"
     never_stops: tuple[str, ...] = ()
+    pieces: tuple[str, ...] = ()
 
     def stops_in_thread(self, filename: str) -> Literal["operator", "token", "never"]:
         """Where a cancelled run ends of a model that is this file, if it runs in a thread."""
@@ -83,6 +86,7 @@ BACKENDS: Final = {
             package="transformers",
             extra="transformers",
             stops="token",
+            pieces=("text_output",),
         ),
     )
 }
