@@ -8,9 +8,9 @@ since nothing is written back by then the modules are as good as before. So a ru
   variable, which `asking` sets in the thread (or asyncio task) that runs the model: one request's end reaches that
   request's forward pass and no other, and a module that is used outside of a run asks nobody.
 - A hook costs 2 to 3 microseconds a call (torch 2.13: 1 for the hook, the rest as `Module.__call__` leaves its fast
-  path). Measured on a language model of 8 blocks of width 512, whose token takes 7.7 ms: hooks on its 8 blocks cost
-  0.06 ms a token, on these and their 32 parts 0.1 ms, on all 111 modules 0.25 ms. What they bring, while 1,800 tokens
-  are computed at once in 610 ms: the work ends after 58, 38 and 5.4 ms at the median. See `stop_points`.
+  path). Measured on a language model of 8 blocks of width 512, whose token takes 7.2 ms: hooks on its 8 blocks cost
+  0.04 ms a token, on these and their 32 parts 0.09 ms, on all 111 modules 0.3 ms. What they bring, while 1,800 tokens
+  are computed at once in 550 ms: the work ends after 34, 14 and 4.2 ms at the median. See `stop_points`.
 - A hook returns nothing, so arguments pass through it untouched: results are the same bytes.
 - The time to the stop is what is left of the pass between two hooks. In a compiled, scripted or exported model Python
   isn't asked between modules, so no hook is called there; one giant operator isn't left early either; and on a GPU,
