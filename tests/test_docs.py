@@ -13,7 +13,8 @@ happens to a block follows from its language, and from an HTML comment before it
     text, <!-- log -->              these lines are in the server's log, in this order
     text, <!-- log, SIGNAL -->      the same, after the server was sent a signal
     text, <!-- picture -->          nothing; it is a drawing
-    any, <!-- needs: PACKAGE -->    what it is without that; the rest of the page is skipped if PACKAGE isn't installed
+    any, <!-- needs: PACKAGE -->    what it is without that (or `PACKAGE, KIND`); the rest of the page is skipped if
+                                    PACKAGE isn't installed
 
 A block that none of this fits is an error, so nothing is left out in silence. Directives (```{name}) are Sphinx's, and
 have a test of their own. Port 8000 stands for a free one.
@@ -100,9 +101,9 @@ class Stage:
     def play(self, block: Block, path: str, line: int) -> str | None:
         kind, _, rest = block.comment.partition(":")
         if kind == "needs":
-            if importlib.util.find_spec(rest.strip()) is None:
-                pytest.skip(f"{Path(path).name}: from line {line} on it needs {rest.strip()}")
-            kind = ""
+            package, _, kind = (part.strip() for part in rest.partition(","))
+            if importlib.util.find_spec(package) is None:
+                pytest.skip(f"{Path(path).name}: from line {line} on it needs {package}")
         body = block.body.replace("8000", self.port)
         plays: dict[tuple[str, str], Callable[[], str | None]] = {
             ("python", ""): lambda: self.execute(body, path, line),

@@ -290,6 +290,7 @@ async def test_a_cancel_stops_its_own_run_and_no_other(repository: Repository, s
             nursery.start_soon(stays.stay)
             await happens(gates.begun)
             leaves.leave()
+            await leaves.gone.wait()
             gates.go.set()
         await leaves.idle.wait()
         assert sorted(gates.steps) == [0, 1, 2, 10, 11, 12, 13, 14]
