@@ -370,7 +370,7 @@ async def a_huge_answer_arrives_whole_and_one_that_is_cancelled_leaves_nothing(b
 
 async def a_batch_goes_on_for_who_stays_and_stops_with_the_last_to_leave(bench: _Bench) -> None:
     async with bench.loaded() as runner:
-        if not isinstance(runner, Batches) or not runner.joins:
+        if not isinstance(runner, Batches) or not runner.joins or not runner.signature.max_batch_size:
             raise _NotApplicable("the runner doesn't join requests")
         alone = await bench.ask(runner, bench.conduct.quick)
         for leavers in (0, 1):
