@@ -27,7 +27,11 @@ WAITING = (TensorSpec("seconds", "FP32", [1]), TensorSpec("poll", "FP32", [1]))
 
 
 def stamp(request_id: str, event: str) -> None:
-    STAMPS.append((request_id, event, time.monotonic_ns()))
+    stamp_at(request_id, event, time.monotonic_ns())
+
+
+def stamp_at(request_id: str, event: str, when: int) -> None:
+    STAMPS.append((request_id, event, when))
 
 
 class Echo(Model):
@@ -217,8 +221,8 @@ class StampedInstance(Instance):
         stamp(self._request_id, "free")
 
 
-class Endings:
-    """Stamps the cancel of each request (the flag is true from then on), and its end: its ticket has been given up."""
+class LifeWatching:
+    """Watches lives, and does nothing about it."""
 
     def life_moved(self, life: Life, left: Phase | None) -> None:
         pass
@@ -227,8 +231,15 @@ class Endings:
         pass
 
     def life_ended(self, life: Life) -> None:
+        pass
+
+
+class Endings(LifeWatching):
+    """Stamps the cancel of each request (the flag is true from then on), and its end: its ticket has been given up."""
+
+    def life_ended(self, life: Life) -> None:
         if life.cancelled:
-            STAMPS.append((life.request_id, "flag", life.struck_at))  # perf_counter is CLOCK_MONOTONIC on Linux
+            stamp_at(life.request_id, "flag", life.struck_at)  # perf_counter is CLOCK_MONOTONIC on Linux
             stamp(life.request_id, "ended")
 
 

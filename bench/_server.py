@@ -18,6 +18,7 @@ from typing import Any
 
 import trio
 
+import _ladder
 import _models
 from _models import Echo, Endings, Hop, Sink, Source, Stamped, Stream, Wait, copying, polling
 from trio_infer import DisconnectPolicy, Limits, Server
@@ -43,10 +44,18 @@ def models(config: dict[str, Any], repository: Path) -> list[Any]:
         "direct": lambda: _models.Direct(slots),
         "batched": lambda: _models.Batched(slots),
     }
+    if config["models"] == ["ladder"]:
+        return _ladder.models(repository)
     made = [make[name]() for name in config["models"]]
     if not config.get("stamped"):
         return made
     return [Stamped(NativeRunner(model) if isinstance(model, _models.Model) else model) for model in made]
+
+
+def watchers(config: dict[str, Any]) -> list[Any]:
+    if config["models"] == ["ladder"]:
+        return [_ladder.Stops()]
+    return [Endings()] if config.get("stamped") else []
 
 
 def standing(server: Server) -> dict[str, Any]:
@@ -143,7 +152,7 @@ async def main(config: dict[str, Any], repository: Path) -> None:
         models(config, repository),
         disconnect=DisconnectPolicy(on_disconnect=config.get("on_disconnect", "cancel")),
         limits=Limits(idle_timeout=3600),
-        watchers=[Endings()] if config.get("stamped") else [],
+        watchers=watchers(config),
     )
     copies = Copies()
     commands: dict[str, Callable[[], Any]] = {
@@ -151,6 +160,7 @@ async def main(config: dict[str, Any], repository: Path) -> None:
         "started": lambda: sum(event == "started" for _, event, _ in _models.STAMPS),
         "stamps": take_stamps,
         "counts": _models.take_counts,
+        "models": lambda: sorted(name for name, _ in server.statistics().models),
         "faults": lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
         "watch copies": copies.start,
         "copies": copies.stop,

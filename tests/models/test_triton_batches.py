@@ -21,7 +21,8 @@ from trio_infer.lifecycle import Life, Phase
 from trio_infer.models.triton_current import Job, current_jobs
 from trio_infer.models.triton_execute import Executor, Loaded
 from trio_infer.models.triton_imports import ModelCode
-from trio_infer.models.triton_loading import import_model, initialize
+from trio_infer.models.triton_hooks import import_class
+from trio_infer.models.triton_loading import initialize, make_model
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import InferRequest, InferResponse
 
@@ -69,7 +70,7 @@ def batch(tmp_path: Path, body: str, jobs: list[Note], config: str = CONFIG) -> 
     file.write_text(f"{PRELUDE}import stage\nclass TritonPythonModel:\n    def execute(self, requests):\n{lines}")
     parsed = ModelConfig.parse(config, name="m", where=file)
     code = ModelCode("m", file)
-    model, parsed = import_model(code, parsed, auto_complete=True)
+    model, parsed = make_model(import_class(code, {}), code, parsed, auto_complete=True)
     initialize(model, code, parsed, 0, 1)
     loaded = Loaded("m_0", code, model)
     requests = [InferRequest("m", "1", {"IN": np.array([n], np.float32)}) for n in range(len(jobs))]

@@ -51,7 +51,7 @@ class RemoteWork(Work):
         self.number = number
         self.cell = cell
         self.occupies = True
-        self.overdue = False
+        self.overdue: bool = False
         self.fellows: Sequence[RemoteWork] = (self,)
         self._grace = grace
         self._settle = settle
