@@ -92,13 +92,14 @@ def parameters(**values: object) -> str:
 
 
 def chain(file: Path, nodes: int, rows: int, width: int) -> None:
-    """`nodes` products in a row; `x` times as often, in a Loop around them if that is 1."""
+    """`nodes` products in a row, which depend on `x`, so that nothing is computed beforehand."""
     import onnx
     from onnx import TensorProto, helper
 
     weights = onnx.numpy_helper.from_array(np.eye(width, dtype=np.float32), "w")
     start = onnx.numpy_helper.from_array(np.ones((rows, width), np.float32), "h")
-    made = [helper.make_node("MatMul", [f"m{n}" if n else "h", "w"], [f"m{n + 1}"]) for n in range(nodes)]
+    made = [helper.make_node("Mul", ["h", "x"], ["m0"])]
+    made += [helper.make_node("MatMul", [f"m{n}", "w"], [f"m{n + 1}"]) for n in range(nodes)]
     made += [
         helper.make_node("ReduceMax", [f"m{nodes}"], ["most"], axes=[0, 1], keepdims=0),
         helper.make_node("Mul", ["x", "most"], ["y"]),
@@ -160,10 +161,10 @@ def models(repository: Path) -> list[Any]:
         runners.process(spins, name="spins_without_a_spare", inputs=[X], outputs=y, cancel_grace=GRACE, spares=0),
     ]
     if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
-        chain(repository / "onnx_small/1/model.onnx", 20_000, 64, 128)
+        chain(repository / "onnx_small/1/model.onnx", 8_000, 64, 128)
         loop(repository / "onnx_loop/1/model.onnx", 128)
         chain(repository / "onnx_large/1/model.onnx", 300, 256, 1024)
-        chain(repository / "onnx_process/1/model.onnx", 20_000, 64, 128)
+        chain(repository / "onnx_process/1/model.onnx", 8_000, 64, 128)
         (repository / "onnx_process/config.pbtxt").write_text(parameters(execution="process", spares=0))
         made += [load_model(repository / f"onnx_{name}")[0] for name in ("small", "loop", "large", "process")]
     if importlib.util.find_spec("torch"):
@@ -172,7 +173,7 @@ def models(repository: Path) -> list[Any]:
         )
         for name, grain in (("torch_blocks", "blocks"), ("torch_all", "all")):
             (repository / name / "1").mkdir(parents=True)
-            (repository / name / "1/model.py").write_text(TORCH.replace("x + self", "x + self"))
+            (repository / name / "1/model.py").write_text(TORCH)
             (repository / name / "config.pbtxt").write_text(
                 f'backend: "pytorch"\n{tensors}' + parameters(cancel_hooks=grain)
             )

@@ -109,37 +109,36 @@ def stop_once(server: BenchServer, model: str, number: int, *, killed: bool, wat
     sock.close()
     burnt = processes.watch(watch)
     if killed:
-        ends = time.monotonic() + 10
-        while not processes.ended and time.monotonic() < ends:
+        if not processes.ended:
             raise SystemExit(f"no process of '{model}' has ended {watch:.1f} s after the close")
         return (max(processes.ended.values()) - closed) / 1e6, burnt
     stopped = {name: when for name, event, when in server.ask("stamps") if event == "stopped"}
     if str(number) not in stopped:
         raise SystemExit(f"'{model}' has not stopped {watch:.1f} s after the close")
+    if stopped[str(number)] < closed:
+        raise SystemExit(f"'{model}' had ended before its client left")
     return (stopped[str(number)] - closed) / 1e6, burnt
 
 
-def settle(server: BenchServer, model: str, processes: int) -> None:
-    """Wait until all workers are there, and rested, and the model answers."""
+def settle(server: BenchServer, processes: int) -> None:
+    """Wait until all workers are there, and everybody is at rest."""
     ends = time.monotonic() + 60
     while len(children(server.pid)) < processes:
         if time.monotonic() > ends:
             raise SystemExit("a worker process was not started again")
         time.sleep(0.01)
-    sock = connect(server.port)
-    sock.sendall(request(model, 0, 0.0))
-    answer = sock.recv(65536)
-    if not answer.startswith(b"HTTP/1.1 200"):
-        raise SystemExit(answer.decode())
-    sock.close()
-    before = sum(map(cpu_ns, [server.pid, *children(server.pid)]))
+    before = used(server)
     while True:
-        time.sleep(0.05)
-        now = sum(map(cpu_ns, [server.pid, *children(server.pid)]))
-        if now - before < 10e6:
+        time.sleep(0.03)
+        now = used(server)
+        if now - before < 3e6:
             break
         before = now
     server.ask("stamps")
+
+
+def used(server: BenchServer) -> int:
+    return sum(map(cpu_ns, [server.pid, *children(server.pid)]))
 
 
 def next_once(server: BenchServer, model: str, number: int) -> float:
@@ -212,7 +211,7 @@ def main(quick: bool, plot: str) -> None:
             times, burnt = [], []
             watch = 0.4 if killed else 0.15
             for _ in range(kills if killed else trials):
-                settle(server, model, processes)
+                settle(server, processes)
                 stopped, cpu = stop_once(server, model, number, killed=killed, watch=watch)
                 times.append(stopped)
                 burnt.append(max(0.0, cpu - idle * watch))
@@ -221,7 +220,7 @@ def main(quick: bool, plot: str) -> None:
         waits: dict[str, list[float]] = {model: [] for model in NEXT}
         for _ in range(kills // 2):
             for model, times in waits.items():
-                settle(server, model, processes)
+                settle(server, processes)
                 times.append(next_once(server, model, number))
                 number += 2
     table(["", "stopped, median ms", "p99", "max", "CPU burnt, median ms"], rows)

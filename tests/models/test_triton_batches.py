@@ -20,8 +20,8 @@ from trio_infer.errors import ErrorCode, InferError
 from trio_infer.lifecycle import Life, Phase
 from trio_infer.models.triton_current import Job, current_jobs
 from trio_infer.models.triton_execute import Executor, Loaded
-from trio_infer.models.triton_imports import ModelCode
 from trio_infer.models.triton_hooks import import_class
+from trio_infer.models.triton_imports import ModelCode
 from trio_infer.models.triton_loading import initialize, make_model
 from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import InferRequest, InferResponse
