@@ -149,6 +149,13 @@ def write(file: Path, nodes: list[Any], constants: list[Any], inputs: list[Any])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), file)
 
 
+def deaf(cancel_grace: float) -> list[Any]:
+    """Two models that never ask, and a native one."""
+    y = [TensorSpec("y", "FP32", [-1])]
+    options: dict[str, Any] = {"inputs": [X], "outputs": y, "instances": 2, "cancel_grace": cancel_grace}
+    return [Wait(1), runners.process(spins, **options), runners.process(multiplies, **options)]
+
+
 def models(repository: Path) -> list[Any]:
     """All that can be made here; what needs a library that isn't installed is left out."""
     y = [TensorSpec("y", "FP32", [-1])]

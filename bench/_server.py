@@ -46,6 +46,8 @@ def models(config: dict[str, Any], repository: Path) -> list[Any]:
     }
     if config["models"] == ["ladder"]:
         return _ladder.models(repository)
+    if config["models"] == ["fire"]:
+        return _ladder.deaf(0.1)
     made = [make[name]() for name in config["models"]]
     if not config.get("stamped"):
         return made
@@ -53,7 +55,7 @@ def models(config: dict[str, Any], repository: Path) -> list[Any]:
 
 
 def watchers(config: dict[str, Any]) -> list[Any]:
-    if config["models"] == ["ladder"]:
+    if config["models"] in (["ladder"], ["fire"]):
         return [_ladder.Stops()]
     return [Endings()] if config.get("stamped") else []
 

@@ -181,7 +181,7 @@ def draw(rows: Sequence[Sequence[Any]], file: str) -> None:
     axes.set_ylim(-0.6, len(rows) - 0.3)
     axes.set_yticks([])
     axes.set_xlabel("ms from the client's close() to the end of the computation", fontsize=9)
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.legend(fontsize=8, frameon=False, loc="upper right")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     figure.subplots_adjust(left=0.34, right=0.97, bottom=0.14, top=0.97)
