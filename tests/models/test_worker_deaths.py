@@ -56,7 +56,8 @@ class TritonPythonModel:
     def answer(self, request):
         array = request.inputs()[0].as_numpy()
         if array.size and array[0] == 7:
-            asked = pb_utils.InferenceRequest(model_name="other", requested_output_names=["OUT"], inputs=[pb_utils.Tensor("IN", array)])
+            tensor = pb_utils.Tensor("IN", array)
+            asked = pb_utils.InferenceRequest(model_name="other", requested_output_names=["OUT"], inputs=[tensor])
             threading.Timer(0.02, die_if, ["ask"]).start()
             answer = asked.exec()
             assert not answer.has_error(), answer.error().message()
