@@ -298,6 +298,20 @@ async def test_what_a_process_may_have_is_said_by_the_configuration(repository: 
         assert runner.exits == {}
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is but one CPU")
+async def test_a_spare_that_takes_a_place_has_its_cpus(repository: Repository) -> None:
+    one, other, *_ = sorted(os.sched_getaffinity(0))
+    config = CONFIG + SOON + parameters(cpu_affinity=f"{one};{other}")
+    async with running(repository, WHO, config, spare_after=0) as runner:
+        await until(lambda: ready(runner) == 2)
+        for _ in range(3):
+            await leaves_deaf(runner, repository)
+            pid = int((await outs(runner, "who"))[0])
+            threads = [os.sched_getaffinity(int(thread)) for thread in os.listdir(f"/proc/{pid}/task")]
+            assert threads == [{one}] * len(threads), "it serves in the first instance's place"
+            await until(lambda: ready(runner) == 2)
+
+
 async def test_cpus_that_there_are_not_are_refused_with_those_that_there_are(repository: Repository) -> None:
     repository.execution = "process"
     with pytest.raises(ModelLoadError, match=r"`cpu_affinity` names the CPUs \[4711\], but the server may use only \["):

@@ -37,6 +37,7 @@ class InHand:
 
     Attributes:
         works: all of them, by number.
+        overdue: those that go on after their grace, for nobody.
         occupied: by so many of which `execute` hasn't returned.
         begun, finished: how many there have been, and of how many `execute` has returned.
     """
@@ -55,6 +56,7 @@ class InHand:
         on_over: Callable[[Work], None],
     ) -> None:
         self.works: dict[int, RemoteWork] = {}
+        self.overdue: set[RemoteWork] = set()
         self.occupied: int = 0
         self.begun: int = 0
         self.finished: int = 0
@@ -71,6 +73,16 @@ class InHand:
         self._cells: list[int] = []
         self._next_cell = 0
         self._levels = levels(model)
+
+    @property
+    def doomed(self) -> bool:
+        """Whether one of them goes on for nobody, and all that share its run with it: its process is to be killed."""
+        return any(work.doomed for work in self.overdue)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody still wants one of them, or may be about to."""
+        return len(self.overdue) < len(self.works)
 
     def begin(self, batch: Sequence[tuple[Instance, InferRequest]]) -> list[RemoteWork | InferError]:
         """Send one request to the model, or several that `execute` is called with at once.
@@ -125,7 +137,7 @@ class InHand:
             decoupled=self._decoupled(),
             deaf_after=self._deaf_after,
             grace=self._settings().grace,
-            settle=self._settle,
+            on_overdue=self._note_overdue,
             on_over=self._over,
         )
         self.works[number] = work
@@ -211,9 +223,14 @@ class InHand:
             if not self.occupied:
                 self._changed()
 
+    def _note_overdue(self, work: RemoteWork) -> None:
+        self.overdue.add(work)
+        self._settle()
+
     def _over(self, work: Work) -> None:
         assert isinstance(work, RemoteWork)
         self.works.pop(work.number, None)
+        self.overdue.discard(work)
         self._worker.memory.cells[work.cell] = 0
         self._cells.append(work.cell)
         self._on_over(work)

@@ -20,7 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -210,6 +210,13 @@ class Worker:
                 self.blocks.free(offset)
         except (TypeError, ValueError) as error:
             raise CodecError(str(error)) from None
+
+    def pin(self, cpus: Iterable[int]) -> None:
+        """Let it run on these CPUs from now on, with all threads that it has."""
+        with suppress(OSError):  # it is about to be gone, or the CPUs are
+            for thread in os.listdir(f"/proc/{self._process.pid}/task"):
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(thread), cpus)
 
     # ---- its end
 

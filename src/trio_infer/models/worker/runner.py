@@ -177,6 +177,7 @@ class ProcessRunner(TritonRunner):
     async def _add_spares(self, plan: Plan) -> None:
         with trio.move_on_after(self.spare_after):
             await self._closing.wait()
+        if self._closing.is_set():
             return
         for index, names in self.config.spare_names.items():
             for name in names:
@@ -313,6 +314,7 @@ class ProcessRunner(TritonRunner):
             spare = self._spare_for(index)
             if spare is not None:
                 self._places[index] = spare
+                spare.stand_in(own)
                 if own.worn:
                     own.rest()
                 return spare

@@ -142,7 +142,7 @@ class Slot:
     @property
     def fit(self) -> bool:
         """Whether nothing speaks against its serving: no process that is missing, worn, or about to be killed."""
-        return self._ready and not self.worn and not any(work.doomed for work in self.works.values())
+        return self._ready and self._hand is not None and not self.worn and not self._hand.doomed
 
     def start(self, settings: dict[str, Any] | None = None) -> None:
         """Start its first process.
@@ -224,6 +224,12 @@ class Slot:
         elif not self._ending:
             self._scope.cancel()
         await self.done.wait()
+
+    def stand_in(self, other: Slot) -> None:
+        """Take another one's place, and with it its CPUs; the other one's next process has those of this one."""
+        self._launch, other._launch = other._launch, self._launch
+        if self._worker is not None and self._launch.cpus != other._launch.cpus:
+            self._worker.pin(self._launch.cpus)
 
     def rest(self) -> None:
         """Have its process end, politely, as soon as nothing is in hand, and start another."""
@@ -395,18 +401,18 @@ class Slot:
 
     def _settle(self) -> None:
         """See to what waited for the requests in hand to be over, or not to be wanted any more."""
-        worker = self._worker
-        if worker is None or not self._ready or self._finishing:
+        worker, hand = self._worker, self._hand
+        if worker is None or hand is None or not self._ready or self._finishing:
             return
-        if self.works and all(work.overdue for work in self.works.values()):
-            self._strike(worker)
-        elif not self.works and (self._resting or (self.worn and not self._plan.settings().spares)):
+        if hand.works and not hand.wanted:
+            self._strike(worker, hand)
+        elif not hand.works and (self._resting or (self.worn and not self._plan.settings().spares)):
             self._ready, self._ending = False, True
             worker.run(Kind.FINALIZE, {})
             self._plan.changed()
             trio.lowlevel.spawn_system_task(self._allow_end, worker, name=f"<end of {self.name}>")
 
-    def _strike(self, worker: Worker) -> None:
+    def _strike(self, worker: Worker, hand: InHand) -> None:
         """Kill a process that works for nobody; all that waits for it needn't wait until it is reaped."""
         milliseconds = round(1000 * (self._plan.settings().grace or 0))
         self._killed_why = f"a cancelled request was still running after cancel_grace_ms {milliseconds}"
@@ -414,9 +420,8 @@ class Slot:
         worker.kill()
         if self._calls is not None:
             self._calls.close()
-        if self._hand is not None:
-            text = f"model instance '{self.name}' was killed ({self._killed_why})"
-            self._hand.fail(lambda: InferError(text, ErrorCode.INTERNAL))
+        text = f"model instance '{self.name}' was killed ({self._killed_why})"
+        hand.fail(lambda: InferError(text, ErrorCode.INTERNAL))
         self._plan.changed()
 
     async def _allow_end(self, worker: Worker) -> None:

@@ -24,7 +24,7 @@ class RemoteWork(Work):
         number: of the request, for this process.
         cell: of its flag.
         grace: seconds that the model has to end with it after the task has left; None for any time.
-        settle: called if it has not.
+        on_overdue: called if it has not.
 
     Attributes:
         occupies: whether the process can't take another request because of this one.
@@ -43,7 +43,7 @@ class RemoteWork(Work):
         decoupled: bool,
         deaf_after: float,
         grace: float | None,
-        settle: Callable[[], None],
+        on_overdue: Callable[[RemoteWork], None],
         on_over: Callable[[Work], None],
     ) -> None:
         super().__init__(label, instance, decoupled=decoupled, deaf_after=deaf_after, on_over=on_over)
@@ -54,7 +54,7 @@ class RemoteWork(Work):
         self.overdue: bool = False
         self.fellows: Sequence[RemoteWork] = (self,)
         self._grace = grace
-        self._settle = settle
+        self._on_overdue = on_overdue
         self._owed = 0
         self._died = False
 
@@ -115,4 +115,4 @@ class RemoteWork(Work):
             await self._ended.wait()
             return
         self.overdue = True
-        self._settle()
+        self._on_overdue(self)
