@@ -459,7 +459,7 @@ FAULTS: dict[type[Good], tuple[str, str]] = {
     LeavesAThread: ("it says that it is ready", "something is left behind: threads"),
     LeavesATask: ("a request is answered and", "something is left behind: tasks"),
     LeavesADescriptor: ("it says that it is ready", "something is left behind: descriptors"),
-    HangsInUnload: ("it says that it is ready", "it has not ended after 2 s"),
+    HangsInUnload: ("it says that it is ready", "it has not ended after 3 s"),
     CannotBeLoadedAgain: ("a cancel during loading", "RuntimeError: only three times"),
     HidesCrashes: ("a crash fails its request", "`crash` did not fail"),
     DiesOfCrashes: ("a crash fails its request", "a request failed: InferError: broken for good"),
@@ -477,7 +477,7 @@ async def test_the_kit_says_what_a_runner_does_not_keep(kind: type[Good], caplog
     how = attrs.evolve(conduct(), working=lambda: bool(WORKING))
     try:
         with pytest.raises(AssertionError) as caught:
-            await check_runner(kind, how, only=[name], patience=6 if kind is KillsNothing else 2)
+            await check_runner(kind, how, only=[name], patience=6 if kind is KillsNothing else 3)
     finally:
         STOP.set()
         while LEFT:
