@@ -16,6 +16,7 @@ from triton_stage import CONFIG, DECOUPLED, Client, Repository
 
 from trio_infer.errors import InferError, ModelLoadError
 from trio_infer.models.triton_work import Work
+from trio_infer.models.warmup import warm_up
 
 pytestmark = [pytest.mark.trio, pytest.mark.skipif(sys.platform != "linux", reason="as it is measured on Linux")]
 
@@ -347,6 +348,45 @@ async def test_a_model_with_sequences_is_not_killed_unless_that_is_asked_for(rep
     repository.model("m", STUNTS, CONFIG + "sequence_batching {}\n" + parameters(max_requests=9))
     with pytest.raises(ModelLoadError, match=r"`max_requests` ends a process with all that it knows"):
         repository.runner()
+
+
+async def test_a_spare_and_a_process_that_is_started_again_are_warmed_up_before_they_serve(
+    repository: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = WHO.replace(
+        "    def execute(self, requests):\n",
+        "    def execute(self, requests):\n"
+        "        for request in requests:\n"
+        "            if len(request.inputs()[0].as_numpy()) == 5:\n"
+        "                self.note(request)\n"
+        "                if os.path.exists(pb_utils.get_model_dir() + '/broken'): raise ValueError('cold')\n",
+    )
+    sample = 'inputs { key: "IN" value { data_type: TYPE_FP32 dims: 5 zero_data: true } }'
+    config = CONFIG + SOON + f'model_warmup {{ name: "s" count: 2 {sample} }}\n'
+    notes, broken = repository.root / "m/1/notes", repository.root / "m/1/broken"
+
+    async def killed(runner: Any, pid: float) -> float:
+        os.kill(int(pid), signal.SIGKILL)
+        await until(lambda: not runner._slots[0].alive)
+        await until(lambda: ready(runner) == 1)
+        return (await outs(runner, "who"))[0]
+
+    async with running(repository, code, config + parameters(spares=0)) as runner:
+        await warm_up(runner)
+        first = (await outs(runner, "who"))[0]
+        assert notes.read_text().split() == [str(int(first))] * 2
+        again = await killed(runner, first)
+        assert notes.read_text().split()[2:] == [str(int(again))] * 2, "each sample, as often as it says"
+        broken.touch()
+        assert await killed(runner, again) > 0
+        assert "model instance 'm_0' fails on its warm-up: Failed to process" in caplog.text
+    broken.unlink()
+    notes.unlink()
+    async with running(repository, code, config, spare_after=0.1) as runner:
+        await warm_up(runner)
+        await until(lambda: ready(runner) == 2)
+        spare = str(runner._slots[1]._worker.pid)
+        assert notes.read_text().split()[2:] == [spare] * 2
 
 
 async def test_spares_are_for_each_kind_of_instance_and_named_after_them(repository: Repository) -> None:

@@ -2,14 +2,15 @@
 caches and compilers.
 
 They are in the configuration (`model_warmup`), and every instance runs each of them, `count` times. A model that fails
-on one isn't served: it would fail on its clients' requests, too.
+on one isn't served: it would fail on its clients' requests, too. A runner whose instances come and go keeps them
+(`KeepsSamples`), and has each new one run them before it serves.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import trio
@@ -23,7 +24,7 @@ from trio_infer.protocol.datatypes import Datatype
 from trio_infer.protocol.inputs import check_arrays
 from trio_infer.protocol.values import Array, InferRequest, InferResponse
 
-__all__ = ["warm_up"]
+__all__ = ["KeepsSamples", "warm_up"]
 
 DIRECTORY: Final = "warmup"
 """In the model's directory; where files of data are, as with Triton."""
@@ -33,6 +34,17 @@ LARGEST: Final = 2**30
 
 POINTER: Final = 8
 """Bytes that an element of a BYTES tensor takes, even an empty one."""
+
+
+@runtime_checkable
+class KeepsSamples(Protocol):
+    """A runner that starts instances anew while it serves.
+
+    Attributes:
+        samples: what each of them is to run first; filled here, when all that are there have.
+    """
+
+    samples: list[InferRequest]
 
 
 async def warm_up(runner: Runner) -> None:
@@ -55,6 +67,8 @@ async def warm_up(runner: Runner) -> None:
             async with trio.open_nursery() as nursery:
                 for index in range(runner.instances or 1):
                     nursery.start_soon(_run, runner, index, request, max(sample.count, 1))
+            if isinstance(runner, KeepsSamples):
+                runner.samples += [request] * max(sample.count, 1)
         except Exception as error:
             cause = _sole(error)
             what = str(cause) if isinstance(cause, InferError | OSError | ValueError) else repr(cause)

@@ -92,6 +92,7 @@ class ProcessRunner(TritonRunner):
     Attributes:
         spare_after: seconds from the model's being ready until its spares are started.
         exits: how many processes have ended so far, by why; see `Plan.on_exit`.
+        samples: what a new process runs before it serves; see `KeepsSamples`.
     """
 
     def __init__(self, config: ModelConfig, **options: Any) -> None:
@@ -100,6 +101,7 @@ class ProcessRunner(TritonRunner):
         self._places: list[Slot] = []  # by instance: the slot that serves for it; the others are spares
         self._closing = trio.Event()
         self.exits: Counter[str] = Counter()
+        self.samples: list[InferRequest] = []
         self.spare_after: float = SPARE_AFTER
         self._changed = trio.lowlevel.ParkingLot()
 
@@ -136,6 +138,7 @@ class ProcessRunner(TritonRunner):
             deaf_after=self._deaf_after,
             decoupled=lambda: self.signature.decoupled,
             settings=lambda: self._worker,
+            samples=self.samples,
             changed=self._tell,
             on_over=self._work_over,
             on_exit=self._count_exit,

@@ -32,7 +32,7 @@ import trio
 from trio_infer.errors import ErrorCode, InferError, ModelLoadError
 from trio_infer.models.host import Host
 from trio_infer.models.runner import Instance
-from trio_infer.models.triton_work import Work
+from trio_infer.models.triton_work import Work, attend
 from trio_infer.models.worker.calls import Calls
 from trio_infer.models.worker.codec import CodecError, Kind, Message, RemoteTraceback
 from trio_infer.models.worker.in_hand import InHand
@@ -40,7 +40,7 @@ from trio_infer.models.worker.process import Launch, Worker, died_of
 from trio_infer.models.worker.records import levels, relay
 from trio_infer.models.worker.result import Result
 from trio_infer.models.worker.works import RemoteWork
-from trio_infer.protocol.values import InferRequest
+from trio_infer.protocol.values import InferRequest, InferResponse
 from trio_infer.protocol.worker_settings import WorkerSettings
 
 __all__ = ["FINALIZING", "REAPING", "Plan", "Slot"]
@@ -65,6 +65,7 @@ class Plan:
         host: what the model may ask of the server.
         deaf_after: see `Work`.
         decoupled, settings: of the model; asked each time, as loading may complete the configuration.
+        samples: what a process that is started while the model serves runs first.
         changed: called when an instance has become free, or has died.
         on_over: called when a request's work is over.
         on_exit: called with why a process has ended: "killed", "crashed", "worn" or "unloaded".
@@ -76,6 +77,7 @@ class Plan:
     deaf_after: float
     decoupled: Callable[[], bool]
     settings: Callable[[], WorkerSettings]
+    samples: Sequence[InferRequest]
     changed: Callable[[], None]
     on_over: Callable[[Work], None]
     on_exit: Callable[[str], None]
@@ -377,13 +379,29 @@ class Slot:
 
     def _on_ready(self, message: Message) -> None:
         self._asks_ready = bool(message.fields["asks_ready"])
-        self._ready = True
         self._config = None  # asked but once
-        again = self._loaded.known_good
+        if self._loaded.known_good:
+            assert self._hand is not None
+            trio.lowlevel.spawn_system_task(self._warm_up, self._hand, name=f"<warm-up of {self.name}>")
+            return
+        self._ready = True
         self._loaded.set(None)
-        if again:
-            log.info("model instance '%s' is ready%s", self.name, ", as a spare" if self._is_spare else " again")
-        self._is_spare = False
+        self._plan.changed()
+
+    async def _warm_up(self, hand: InHand) -> None:
+        """Run the model's samples in a process that is started while the model serves, and let it serve, too."""
+        try:
+            for sample in self._plan.samples:
+                (work,) = hand.begin([(Instance(0), sample)])
+                if isinstance(work, InferError):
+                    raise work
+                await attend(work, _drop)
+        except InferError as error:
+            log.error("model instance '%s' fails on its warm-up: %s", self.name, error)
+        if self._hand is not hand or self._finishing:
+            return  # it has died of it, or isn't wanted any more
+        log.info("model instance '%s' is ready%s", self.name, ", as a spare" if self._is_spare else " again")
+        self._ready, self._is_spare = True, False
         self._plan.changed()
 
     def _on_finalized(self, _: Message) -> None:
@@ -430,6 +448,10 @@ class Slot:
             return
         log.error("model instance '%s' took more than %g s to finalize, and was killed", self.name, FINALIZING)
         worker.kill()
+
+
+async def _drop(_: InferResponse) -> None:
+    """Nobody needs it."""
 
 
 _HANDLERS: Final[dict[Kind, Callable[[Slot, Message], None]]] = {
