@@ -325,6 +325,21 @@ def test_a_scripts_function_is_found_in_its_file(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+def test_a_function_of_a_module_that_is_run_by_its_name_is_found_with_its_siblings(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "sibling.py").write_text("factor = 3\n")
+    script = SCRIPT.replace("import trio\n", "import trio\nfrom .sibling import factor\n").replace(
+        "x * 3", "x * factor"
+    )
+    (package / "tool.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "package.tool"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout.splitlines() == ["imported as __main__", "imported as package.tool", "[42.0]"], done.stderr
+
+
 async def test_a_module_that_cannot_be_imported_there_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = tmp_path / "once_only.py"
     here = f"import os\nif os.getpid() != {os.getpid()}: raise ValueError('not here')\n"

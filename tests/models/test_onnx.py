@@ -163,6 +163,22 @@ async def test_without_onnxruntime_it_says_what_to_install(
             pass
 
 
+async def test_a_type_that_the_protocol_does_not_have_is_refused_unless_nobody_asks_for_it(
+    repository: Repository, file: Path
+) -> None:
+    several = helper.make_tensor_sequence_value_info("z", TensorProto.FLOAT, None)
+    nodes = [helper.make_node("Neg", ["x"], ["y"]), helper.make_node("SequenceConstruct", ["x"], ["z"])]
+    save(file, nodes, [info("x", [3])], [info("y", [3]), several])
+    with pytest.raises(
+        ModelLoadError, match=r"output 'z' is seq\(tensor\(float\)\), which has no place in the protocol"
+    ):
+        async with running(repository):
+            pass
+    async with running(repository, CONFIG + 'output { name: "y" data_type: TYPE_FP32 dims: [ 3 ] }') as runner:
+        answer = await Client(runner, inputs={"x": np.ones(3, np.float32)}).ask()
+        assert answer.outputs["y"].tolist() == [-1, -1, -1]
+
+
 async def test_options_of_a_session_are_parameters(repository: Repository, file: Path) -> None:
     network(file)
     config = BATCHED + "optimization { graph { level: 1 } }\n"

@@ -80,6 +80,9 @@ class Reference:
             found = None
         if found is not function:
             raise fault(f"'{name}' in the module {module} is something else")
+        spec = getattr(sys.modules[module], "__spec__", None)
+        if module == "__main__" and spec is not None:  # `python -m`: it has a name that it can be imported by
+            module = spec.name
         return cls(module, name, str(Path(file).absolute()) if file else "")
 
     def load(self) -> Callable[..., Any]:

@@ -91,6 +91,9 @@ class Model(BackendModel):
                 wanted = list(given[name]["dims"]) if name in given else []
                 if kind == "output" and given and name not in given:
                     continue  # the configuration names those that it wants
+                if datatype not in _DATATYPES.values():
+                    reason = f"{kind} '{name}' is {datatype}, which has no place in the protocol"
+                    raise ModelLoadError(cls.code.model, reason, where=cls.code.file)
                 add({"name": name, "data_type": datatype, "dims": wanted or dims[batched:] or [1]})
                 if not wanted and not dims[batched:]:  # a scalar for each row: one element
                     next(one for one in settings[kind] if one["name"] == name)["reshape"] = {"shape": []}
