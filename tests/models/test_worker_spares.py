@@ -115,6 +115,20 @@ async def test_the_grace_none_kills_nothing(repository: Repository, caplog: pyte
         await deaf.idle.wait()
 
 
+async def test_without_any_grace_only_what_goes_on_is_killed(repository: Repository) -> None:
+    async with running(repository, STUNTS, CONFIG + parameters(cancel_grace_ms=0, spares=0)) as runner:
+        first = (await outs(runner, "count"))[1]
+        for _ in range(20):
+            leaver, stays = asking(runner, "echo"), asking(runner, "count")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(leaver.stay)
+                await leaver.idle.wait()
+                leaver.leave()  # in the tick in which it has ended
+                nursery.start_soon(stays.stay)
+            assert stays.responses[0].outputs["OUT"][1] == first
+        assert runner.exits == {}
+
+
 async def test_a_kill_is_no_alarm_and_costs_no_pause(repository: Repository, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with running(repository, STUNTS, CONFIG + SOON + parameters(spares=0)) as runner:

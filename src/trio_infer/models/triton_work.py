@@ -308,6 +308,7 @@ class Work:
     async def _watch(self, left_at: float) -> None:
         with trio.move_on_after(self._deaf_after):
             await self._ended.wait()
+        if self._over:
             return
         taken = not self._free
         log.warning(

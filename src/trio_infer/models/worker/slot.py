@@ -445,6 +445,7 @@ class Slot:
     async def _allow_end(self, worker: Worker) -> None:
         with trio.move_on_after(FINALIZING):
             await worker.ended.wait()
+        if worker.ended.is_set():
             return
         log.error("model instance '%s' took more than %g s to finalize, and was killed", self.name, FINALIZING)
         worker.kill()

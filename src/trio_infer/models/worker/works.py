@@ -113,6 +113,6 @@ class RemoteWork(Work):
     async def _allow(self, grace: float) -> None:
         with trio.move_on_after(grace):
             await self._ended.wait()
-            return
-        self.overdue = True
-        self._on_overdue(self)
+        if not self._over:
+            self.overdue = True
+            self._on_overdue(self)
