@@ -6,17 +6,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import trio
+import trio.testing
 from test_worker_processes import STUNTS, asking, gone, noted, outs, running
 from triton_stage import CONFIG, DECOUPLED, Client, Repository
 
 from trio_infer.errors import InferError, ModelLoadError
+from trio_infer.models.runner import Instance
 from trio_infer.models.triton_work import Work
 from trio_infer.models.warmup import warm_up
+from trio_infer.models.worker.works import RemoteWork
 
 pytestmark = [pytest.mark.trio, pytest.mark.skipif(sys.platform != "linux", reason="as it is measured on Linux")]
 
@@ -115,18 +119,39 @@ async def test_the_grace_none_kills_nothing(repository: Repository, caplog: pyte
         await deaf.idle.wait()
 
 
-async def test_without_any_grace_only_what_goes_on_is_killed(repository: Repository) -> None:
-    async with running(repository, STUNTS, CONFIG + parameters(cancel_grace_ms=0, spares=0)) as runner:
-        first = (await outs(runner, "count"))[1]
-        for _ in range(20):
-            leaver, stays = asking(runner, "echo"), asking(runner, "count")
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(leaver.stay)
-                await leaver.idle.wait()
-                leaver.leave()  # in the tick in which it has ended
-                nursery.start_soon(stays.stay)
-            assert stays.responses[0].outputs["OUT"][1] == first
-        assert runner.exits == {}
+class Elsewhere:
+    """A worker that says nothing."""
+
+    def __init__(self) -> None:
+        self.memory = SimpleNamespace(cells=[0])
+
+    def control(self, kind: Any, fields: Any) -> None: ...
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_request_that_ends_in_the_tick_in_which_its_grace_is_over_is_not_overdue(ends: bool) -> None:
+    overdue: list[RemoteWork] = []
+    worker: Any = Elsewhere()
+    work = RemoteWork(
+        "m_0",
+        Instance(0),
+        worker,
+        1,
+        0,
+        decoupled=False,
+        deaf_after=1,
+        grace=0.0,
+        on_overdue=overdue.append,
+        on_over=lambda _: None,
+    )
+    work.start()
+    work.leave()
+    assert worker.memory.cells == [1], "it is told at once"
+    if ends:
+        work.finish(expect_more=False)
+    await trio.testing.wait_all_tasks_blocked()
+    assert overdue == ([] if ends else [work])
+    work.finish(expect_more=False)
 
 
 async def test_a_kill_is_no_alarm_and_costs_no_pause(repository: Repository, caplog: pytest.LogCaptureFixture) -> None:
