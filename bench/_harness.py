@@ -193,6 +193,16 @@ def verdict(what: str, value: float, target: float, unit: str) -> None:
     print(f"- {what}: {figure(value)} {unit}, target {target:g}: {met}", flush=True)
 
 
+def plot_file() -> str:
+    """What `--plot` names, which is taken out of the command line; "" without it. For benchmarks that draw."""
+    if "--plot" not in sys.argv:
+        return ""
+    at = sys.argv.index("--plot")
+    file = sys.argv[at + 1]
+    del sys.argv[at : at + 2]
+    return file
+
+
 @contextmanager
 def report(doc: str | None) -> Iterator[bool]:
     """`with report(__doc__) as quick: ...`: reads the command line, and says where and beside what it ran."""

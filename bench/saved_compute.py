@@ -14,12 +14,11 @@ With `--plot FILE` also draws it (needs matplotlib).
 
 from __future__ import annotations
 
-import sys
 import time
 
 import trio
 
-from _harness import BenchServer, post, report, table, verdict
+from _harness import BenchServer, plot_file, post, report, table, verdict
 from _models import STEP
 
 AT_ONCE = 8
@@ -131,10 +130,6 @@ def main(quick: bool, plot: str) -> None:
 
 
 if __name__ == "__main__":
-    drawing = ""
-    if "--plot" in sys.argv:
-        at = sys.argv.index("--plot")
-        drawing = sys.argv[at + 1]
-        del sys.argv[at : at + 2]
+    drawing = plot_file()
     with report(__doc__) as quick:
         main(quick, drawing)

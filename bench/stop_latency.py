@@ -19,14 +19,13 @@ from __future__ import annotations
 import os
 import random
 import select
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _harness import BenchServer, connect, cpu_ns, percentile, post, report, table, verdict
+from _harness import BenchServer, connect, cpu_ns, percentile, plot_file, post, report, table, verdict
 
 GRACE = 250.0
 KINDS: dict[str, tuple[str, float | None]] = {
@@ -238,10 +237,6 @@ def main(quick: bool, plot: str) -> None:
 
 
 if __name__ == "__main__":
-    drawing = ""
-    if "--plot" in sys.argv:
-        at = sys.argv.index("--plot")
-        drawing = sys.argv[at + 1]
-        del sys.argv[at : at + 2]
+    drawing = plot_file()
     with report(__doc__) as quick:
         main(quick, drawing)

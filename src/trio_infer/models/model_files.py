@@ -39,12 +39,15 @@ def read_inside(directory: Path, path: str, *, most: int, rule: str) -> bytes:
         ValueError: it leads out of it, is no regular file, or is too large.
         OSError: it can't be read.
     """
+    ring = ValueError(f"'{path}' is a link that leads to itself")
     try:
         file = (directory / path).resolve()
-        if not file.is_relative_to(directory.resolve()):
-            raise ValueError(f"{rule}, got '{path}'")
     except RuntimeError:  # Python up to 3.12
-        raise ValueError(f"'{path}' is a link that leads to itself") from None
+        raise ring from None
+    if not file.is_relative_to(directory.resolve()):
+        raise ValueError(f"{rule}, got '{path}'")
+    if file.is_symlink():  # later ones leave it as it is
+        raise ring
     if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
         raise ValueError(f"'{path}' is not a regular file")
     with file.open("rb") as stream:
