@@ -17,11 +17,15 @@ import pytest
 import trio
 from triton_stage import Repository
 
+from fake_host import FakeHost
 from trio_infer import Batching, InferError, InferRequest, InferResponse, Model, TensorSpec, TokenModel, runners
+from trio_infer.models.ensemble import EnsembleRunner
 from trio_infer.models.native import NativeRunner
 from trio_infer.models.native_loading import native_runner
 from trio_infer.models.runner import Instance
+from trio_infer.protocol.model_config import ModelConfig
 from trio_infer.protocol.values import Send
+from trio_infer.scheduling.ticket import InstanceQueue
 from trio_infer.testing import Check, Conduct, check_runner
 from trio_infer.testing.contract import NAMES
 
@@ -255,7 +259,45 @@ def text(root: Path) -> tuple[Any, Conduct]:
     return Repository(root).runner, Conduct(quick=does(3), slow=does(8000), huge=does(300))
 
 
+class Inner(Native):
+    """What an ensemble asks."""
+
+    name = "inner"
+
+
+class InnerHost(FakeHost):
+    """Has that model, loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runners["inner"] = NativeRunner(Inner())
+        self.queues["inner"] = InstanceQueue(None)
+
+    def signature(self, name: str, version: str) -> Any:
+        return self.runners[name].signature
+
+
+ENSEMBLE = """
+platform: "ensemble"
+input { name: "do" data_type: TYPE_STRING dims: [ 1 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
+ensemble_scheduling {
+  step {
+    model_name: "inner" model_version: -1
+    input_map { key: "do" value: "do" } output_map { key: "y" value: "y" }
+  }
+}
+"""
+
+
+def ensemble(_: Path) -> tuple[Any, Conduct]:
+    return lambda: EnsembleRunner(
+        ModelConfig.parse(ENSEMBLE, name="m", where=Path("config.pbtxt")), version=1
+    ), conduct()
+
+
 OURS: dict[str, Callable[[Path], tuple[Any, Conduct]]] = {
+    "ensemble": ensemble,
     "native": native(Native),
     "native in batches": native(NativeRows, batched=True),
     "native stream": native(NativeStream),
@@ -283,8 +325,7 @@ async def test_a_runner_of_ours_keeps_the_contract(kind: str, tmp_path: Path) ->
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     make, how = OURS[kind](tmp_path)
-    report = await check_runner(make, how)
-    print(report)
+    report = await check_runner(make, how, host=InnerHost)
     assert sum(check.outcome == "passed" for check in report.checks) >= 10
     checked = {check.name: check.outcome for check in report.checks}
     joins = "a batch goes on for who stays and stops with the last to leave"
