@@ -47,6 +47,9 @@ __all__ = ["FINALIZING", "REAPING", "Plan", "Slot"]
 
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
+LONGEST_FOR_SPARES: Final = 300.0
+"""For a spare that never was ready: there may be no memory for one more, and each try costs minutes of work."""
+
 FINALIZING: Final = 10.0
 """Seconds that a model's `finalize` has, with the end of its process; a server that goes down allows 5."""
 REAPING: Final = 5.0
@@ -260,7 +263,8 @@ class Slot:
                     if self._finishing or not self._loaded.known_good:
                         return
                     willed = self._struck or self._finalized or finished
-                    pause = 0.0 if willed else min(max(FIRST_PAUSE, 2 * pause), LONGEST_PAUSE)
+                    longest = LONGEST_FOR_SPARES if self._is_spare else LONGEST_PAUSE
+                    pause = 0.0 if willed else min(max(FIRST_PAUSE, 2 * pause), longest)
                     # The first crash after good work costs no pause; `pause` is that of the next one.
                     await trio.sleep(0 if pause <= FIRST_PAUSE else pause)
         except Exception:
