@@ -47,7 +47,9 @@ LINES: Final = 6
 """Of the model's own stack, in a warning."""
 
 log: logging.Logger = logging.getLogger("trio_infer.models")
-_RUNS: Final[frozenset[CodeType]] = frozenset({NativeRunner.run.__code__, NativeRunner._infer.__code__})
+_RUNS: Final[frozenset[CodeType]] = frozenset(
+    method.__code__ for method in (NativeRunner.run, NativeRunner._infer, NativeRunner._stream)
+)
 
 
 @attrs.frozen

@@ -16,10 +16,11 @@ from typing import Any, Literal, TypeAlias, cast
 
 import attrs
 
-from trio_infer.errors import ErrorCode, InferError, ModelLoadError
+from trio_infer.errors import ErrorCode, InferError, ModelLoadError, RunCancelled
 from trio_infer.models.host import Host
 from trio_infer.models.joining import begin_joined, join, split
 from trio_infer.models.runner import Attend, Instance, Stops
+from trio_infer.models.triton_current import request_flag
 from trio_infer.models.triton_tensors import reshaped
 from trio_infer.protocol.model_config import ModelConfig, Ragged
 from trio_infer.protocol.queueing import Batching, Queueing
@@ -176,17 +177,20 @@ class NativeRunner:
             if not self._streams:
                 response = await self._infer(request)
             else:
-                request = self.to_model(request)
-                stream = cast("AsyncGenerator[ModelOutput, None]", self.model.infer(request))
-                async with aclosing(stream):
-                    async for output in stream:
-                        await send(self.response_of(output))
+                await self._stream(request, send)
         except SystemExit as error:  # the server isn't one model's to end
             raise InferError(f"the model left by SystemExit: {error}", ErrorCode.INTERNAL) from error
         finally:
             instance.end()
         if not self._streams:
             await send(response)
+
+    async def _stream(self, request: InferRequest, send: Send) -> None:
+        with _OnBehalf(request):
+            stream = cast("AsyncGenerator[ModelOutput, None]", self.model.infer(self.to_model(request)))
+            async with aclosing(stream):
+                async for output in stream:
+                    await send(self.response_of(output))
 
     def begin_batch(self, batch: Sequence[tuple[Instance, InferRequest]]) -> Sequence[Attend]:
         """Join them, and run them as one; see `joining`."""
@@ -196,7 +200,8 @@ class NativeRunner:
         if self._ragged and not request.parts:  # the model sees one form, whether it is alone or not
             (response,) = split(await self._infer(join([request], self._ragged)), [request], self._ragged)
             return response
-        return self.response_of(await cast("Awaitable[ModelOutput]", self.model.infer(self.to_model(request))))
+        with _OnBehalf(request):
+            return self.response_of(await cast("Awaitable[ModelOutput]", self.model.infer(self.to_model(request))))
 
     def to_model(self, request: InferRequest) -> InferRequest:
         """The request with inputs in the shapes that the model sees."""
@@ -243,3 +248,20 @@ class NativeRunner:
             shapes = (dims, model_dims) if to_model else (model_dims, dims)
             changed[name] = reshaped(changed[name], *shapes, batched=self.signature.max_batch_size > 0)
         return changed
+
+
+class _OnBehalf:
+    """Within this, `trio_infer.is_cancelled` speaks of a request, in this task and in threads that it starts."""
+
+    __slots__ = ("_request", "_token")
+
+    def __init__(self, request: InferRequest) -> None:
+        self._request = request
+
+    def __enter__(self) -> None:
+        self._token = request_flag.set(self._request.is_cancelled)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        request_flag.reset(self._token)
+        if kind is RunCancelled:  # which must not get further than this: nobody catches it
+            raise InferError("the model left its run, as nobody wanted it any more", ErrorCode.CANCELLED) from None

@@ -25,6 +25,7 @@ __all__ = [
     "current_jobs",
     "is_cancelled",
     "is_trio_cancelled",
+    "request_flag",
     "when_all_left",
     "when_cancelled",
     "working_on",
@@ -86,6 +87,9 @@ class Job(Protocol):
         """
 
 
+request_flag: Final[ContextVar[Callable[[], bool] | None]] = ContextVar("trio_infer_request_flag", default=None)
+"""In a native model's task, and in the threads that it starts by `trio.to_thread`: its request's `is_cancelled`."""
+
 _jobs: Final[ContextVar[tuple[Job, ...]]] = ContextVar("trio_infer_jobs", default=())
 
 
@@ -107,11 +111,15 @@ def working_on(jobs: Sequence[Job]) -> Iterator[None]:
 def is_cancelled() -> bool:
     """Whether nobody wants any more what the calling code computes: all requests of its run have been given up.
 
-    For code that runs in a thread or a process of the server's: Triton Python models, functions, modules of a backend.
-    It costs less than a microsecond. Outside of a run it is always False, so the same code can be called by a test.
+    For code that runs in a thread or a process of the server's (Triton Python models, functions, modules of a backend),
+    and for what a native model calls by `trio.to_thread.run_sync`. It costs less than a microsecond. Outside of a run
+    it is always False, so the same code can be called by a test.
     """
     jobs = _jobs.get()
-    return bool(jobs) and all(job.is_cancelled() for job in jobs)
+    if jobs:
+        return all(job.is_cancelled() for job in jobs)
+    flag = request_flag.get()
+    return flag is not None and flag()
 
 
 def check_cancelled() -> None:
