@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -105,6 +107,7 @@ async def test_all_ports_are_taken_before_a_model_loads_and_one_in_use_is_named(
             await server.serve(port=0)
     assert (raised.value.kind, raised.value.host, raised.value.port) == ("metrics", "127.0.0.1", port)
     assert isinstance(raised.value, OSError)
+    assert str(raised.value) == f"can't listen on 127.0.0.1:{port}: {os.strerror(errno.EADDRINUSE)}"
     assert not slow.loading.is_set()
     with pytest.raises(trio.ClosedResourceError):
         given.connect()

@@ -45,6 +45,9 @@ class ListenError(OSError):
         self.kind, self.host, self.port = kind, host, port
         return self
 
+    def __str__(self) -> str:
+        return f"can't listen on {self.host or '*'}:{self.port}: {self.strerror or super().__str__()}"
+
 
 async def open_listeners(host: str | None, port: int, *, reuse_port: bool = False) -> list[trio.SocketListener]:
     """Listen on `host` (all its addresses) and `port` (0: a free one, on the first of its addresses only).
@@ -107,7 +110,7 @@ def cannot_listen(error: ListenError) -> SetupError:
             "(0 picks a free one)"
         )
     else:
-        why = error.strerror or str(error)
+        why = error.strerror or OSError.__str__(error)
     what = "" if error.kind == "http" else f" for --{error.kind}-port"
     return SetupError(f"can't listen on {error.host or '*'}:{error.port}{what}: {why}")
 
