@@ -1,6 +1,7 @@
 """What the server and its models say about themselves."""
 
 import attrs
+import pytest
 
 from trio_infer.protocol.metadata import model_metadata, server_metadata
 from trio_infer.protocol.values import Signature, TensorSpec
@@ -14,6 +15,11 @@ def test_the_server_says_its_name_and_what_it_serves():
         "version": "1.0",
         "extensions": ["parameters"],
     }
+
+
+def test_a_datatype_that_there_is_not_is_told_with_those_that_there_are():
+    with pytest.raises(ValueError, match=r"`datatype` must be one of BOOL, UINT8, .*, BYTES, got 'float32'"):
+        TensorSpec("X", "float32", (1,))
 
 
 def test_a_model_says_its_tensors():

@@ -32,7 +32,13 @@ def _never_cancelled() -> bool:
 
 
 def _datatype(value: Datatype | str) -> Datatype:
-    return value if isinstance(value, Datatype) else Datatype[value]
+    if isinstance(value, Datatype):
+        return value
+    try:
+        return Datatype[value]
+    except KeyError:
+        names = ", ".join(each.value for each in Datatype)
+        raise ValueError(f"`datatype` must be one of {names}, got {value!r}") from None
 
 
 def _shape(value: tuple[int, ...] | list[int]) -> tuple[int, ...]:
@@ -49,6 +55,9 @@ class TensorSpec:
         shape: the dimensions without the batch dimension; -1 is any size, `()` a scalar.
         optional: whether a request may leave this input out.
         labels: what the classes are called that an output's elements stand for, by their index.
+
+    Raises:
+        ValueError: there is no such datatype.
     """
 
     name: str
