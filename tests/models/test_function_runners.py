@@ -180,6 +180,8 @@ async def test_leaving_the_program_leaves_only_the_request(way: Way) -> None:
         (1, ["y", "z"], "function 'nonsense' must give a mapping of the outputs ['y', 'z'], got str"),
         (2, ["y"], "function 'nonsense' must give the outputs ['y'], got ['z']"),
         (3, ["y"], "output 'y' of model 'nonsense' must be FP32 (numpy float32), got numpy complex64"),
+        (5, ["y"], "function 'nonsense' must give the output 'y', got None"),
+        (5, ["y", "z"], "function 'nonsense' must give a mapping of the outputs ['y', 'z'], got NoneType"),
     ],
 )
 async def test_what_makes_no_sense_is_told(way: Way, which: int, outputs: list[str], words: str) -> None:

@@ -28,7 +28,12 @@ class TritonPythonModel:
         ("def f(:\n", "importing it: SyntaxError: invalid syntax", 3),
         ("import no_such_library\n", "importing it: ModuleNotFoundError: No module named 'no_such_library'", 3),
         ("raise SystemExit(3)\n", "importing it: SystemExit: 3", 3),
-        ("x = 1\n", "there is no class TritonPythonModel in its code", None),
+        (
+            "x = 1\n",
+            "there is no class TritonPythonModel in its code; what else a model.py may be, `backend` has to say: "
+            '"pytorch" for a PyTorch module, "trio_infer" for a trio_infer.Model',
+            None,
+        ),
         ("class TritonPythonModel:\n    pass\n", "its TritonPythonModel has no method execute", None),
         (
             "class TritonPythonModel:\n"

@@ -182,7 +182,10 @@ class FunctionModel:
                     f"got {type(given).__name__}",
                     ErrorCode.INTERNAL,
                 )
-            given = {next(iter(self._outputs)): given}
+            name = next(iter(self._outputs))
+            if given is None:  # most likely a forgotten `return`
+                raise InferError(f"function '{self._name}' must give the output '{name}', got None", ErrorCode.INTERNAL)
+            given = {name: given}
         if given.keys() != self._outputs.keys():
             raise InferError(
                 f"function '{self._name}' must give the outputs {list(self._outputs)}, got {list(given)}",

@@ -46,7 +46,9 @@ def import_class(code: ModelCode, program: Mapping[str, str]) -> type[Any]:
         module = code.load()
     made = getattr(module, "TritonPythonModel", None)
     if not isinstance(made, type):
-        raise ModelLoadError(code.model, "there is no class TritonPythonModel in its code", where=code.file)
+        what = "there is no class TritonPythonModel in its code; what else a model.py may be, `backend` has to say:"
+        others = '"pytorch" for a PyTorch module, "trio_infer" for a trio_infer.Model'
+        raise ModelLoadError(code.model, f"{what} {others}", where=code.file)
     if not callable(getattr(made, "execute", None)):
         raise ModelLoadError(code.model, "its TritonPythonModel has no method execute", where=code.file)
     return made
