@@ -230,10 +230,10 @@ async def test_a_model_that_cannot_be_served_says_why(
     assert caught.value.reason.startswith(reason)
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.pt2"])
-async def test_a_file_that_is_no_model_is_refused_in_one_line(repository: Repository, name: str) -> None:
+@pytest.mark.parametrize(("name", "writer"), [("model.pt", "torch.jit.save"), ("model.pt2", "torch.export.save")])
+async def test_a_file_that_is_no_model_is_refused_in_one_line(repository: Repository, name: str, writer: str) -> None:
     repository.write(f"m/1/{name}", "nonsense")
-    with pytest.raises(ModelLoadError, match="PyTorch can't load it: ") as caught:
+    with pytest.raises(ModelLoadError, match=f"it isn't what `{writer}` writes .*; PyTorch says: ") as caught:
         async with running(repository, "", TENSORS + parameter("execution", "thread")):
             pass
     assert "\n" not in str(caught.value)

@@ -232,16 +232,18 @@ def _wrong(model: str, what: str) -> InferError:
 
 
 def _read(model: str, file: Any, load: Callable[[], Any]) -> Any:
-    """Load a file.
+    """Load a program from a file.
 
     Raises:
-        ModelLoadError: PyTorch can't.
+        ModelLoadError: PyTorch can't; often it has a `state_dict`, of which PyTorch says that it is corrupted.
     """
     try:
         return load()
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ModelLoadError(model, f"PyTorch can't load it: {reason}", where=file) from None
+        writer = "torch.jit.save" if file.suffix == ".pt" else "torch.export.save"
+        what = f"it isn't what `{writer}` writes (weights alone are for a model.py to load)"
+        raise ModelLoadError(model, f"{what}; PyTorch says: {reason}", where=file) from None
 
 
 def _arguments(module: Any, names: Sequence[str]) -> Callable[[Any, Mapping[str, Any]], Any]:
