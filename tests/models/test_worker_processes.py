@@ -435,6 +435,21 @@ async def test_all_ways_of_importing_a_sibling_find_the_same_module(repository: 
     assert not [*repository.root.rglob("*.pyc")]
 
 
+async def test_a_death_while_loading_under_a_limit_of_memory_names_the_limit(repository: Repository) -> None:
+    repository.execution = "process"
+    code = """
+    import os
+    class TritonPythonModel:
+        def initialize(self, args): os._exit(1)
+        def execute(self, requests): ...
+    """
+    repository.model("m", code, CONFIG + 'parameters { key: "memory_limit_mb" value { string_value: "800" } }')
+    with trio.fail_after(20), pytest.raises(ModelLoadError) as caught:
+        await repository.runner().load(NoHost())
+    died = "its process died (exit code 1) while the model was being initialized"
+    assert caught.value.reason == f"{died}; perhaps for want of memory, as `memory_limit_mb` is 800"
+
+
 @pytest.mark.parametrize(
     ("method", "reason", "line"),
     [

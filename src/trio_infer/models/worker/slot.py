@@ -327,8 +327,10 @@ class Slot:
         else:
             what = f"died ({why or died_of(code)})"
         if not self._loaded.known_good:
+            limit = self._launch.memory_limit >> 20
+            hint = f"; perhaps for want of memory, as `memory_limit_mb` is {limit}" if limit else ""
             error = self._fault or self._load_error(
-                why or f"its process died ({died_of(code)}) while the model was being {stage}"
+                why or f"its process died ({died_of(code)}) while the model was being {stage}{hint}"
             )
             self._imported.fail(error)
             self._loaded.fail(error)
