@@ -111,6 +111,26 @@ def test_a_model_that_cannot_be_served_says_why(repository: Repository, files: d
     assert caught.value.model == "m"
 
 
+def test_settings_of_processes_are_warned_of_where_there_are_none(
+    repository: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = "".join(
+        f'parameters {{ key: "{key}" value {{ string_value: "1" }} }}\n'
+        for key in ("spares", "cancel_grace_ms", "mine")
+    )
+    repository.model("m", EMPTY, CONFIG + settings)
+    repository.execution = "process"
+    repository.runner()
+    assert caplog.records == []
+    repository.execution = "thread"
+    repository.runner()
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning == (
+        "model 'm' runs in a thread, which can't be killed or limited: cancel_grace_ms, spares has no effect there; "
+        "say execution 'process'"
+    )
+
+
 def test_a_model_given_as_a_repository_is_told_apart(repository: Repository) -> None:
     repository.model("m", EMPTY)
     with pytest.raises(SetupError, match="is a model, not a repository: give the directory that it is in"):

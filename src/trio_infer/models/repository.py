@@ -30,6 +30,7 @@ from trio_infer.models.runner import Runner
 from trio_infer.models.triton_python import TritonPythonRunner
 from trio_infer.models.worker.runner import ProcessRunner
 from trio_infer.protocol.model_config import ModelConfig
+from trio_infer.protocol.worker_settings import WORKER_PARAMETERS
 
 __all__ = ["ModelRepository", "Prepared", "find_models", "load_model"]
 
@@ -168,7 +169,16 @@ def _load_model(
         raise ModelLoadError(name, reason, where=read.where)
     if read.backend in BACKENDS and BACKENDS[read.backend].stops_in_thread(read.default_model_filename) != "never":
         execution = "thread"  # the library releases the GIL, and its work can be stopped there
-    kind = TritonPythonRunner if (read.execution or execution) == "thread" else ProcessRunner
+    in_thread = (read.execution or execution) == "thread"
+    kind = TritonPythonRunner if in_thread else ProcessRunner
+    useless = sorted(read.parameters.keys() & WORKER_PARAMETERS.keys()) if in_thread else ()
+    if useless:
+        log.warning(
+            "model '%s' runs in a thread, which can't be killed or limited: %s has no effect there; say execution "
+            "'process'",
+            served_as,
+            ", ".join(useless),
+        )
     return [
         kind(read, directory=directory, version=version, auto_complete=auto_complete, labels=labels)
         for version in versions
