@@ -250,9 +250,9 @@ def make_shadow() -> Any:
 )
 def test_what_no_process_can_import_is_refused_at_once(function: Any, reason: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
-        runners.process(function, name="f", outputs=[X])
+        runners.process(function, name="f", inputs=[X], outputs=[X])
     assert caught.value.reason.startswith(reason)
-    runners.thread(function, name="f", outputs=[X])  # that is as good as any
+    runners.thread(function, name="f", inputs=[X], outputs=[X])  # that is as good as any
 
 
 async def coroutine(x: Any) -> Any:
@@ -263,6 +263,16 @@ async def coroutine(x: Any) -> Any:
     ("function", "options", "reason"),
     [
         (coroutine, {}, "it is `async def`, which is for `trio_infer.Model`; here a plain `def` is called"),
+        (
+            plain_functions.double,
+            {"inputs": [TensorSpec("z", "FP32", [1])]},
+            "double(x: 'Any') -> 'Any' can't be called with the inputs ['z']: missing a required argument: 'x'",
+        ),
+        (
+            plain_functions.double,
+            {"inputs": [TensorSpec("x", "FP32", [1], optional=True)]},
+            "double(x: 'Any') -> 'Any' can't be called with the inputs []: missing a required argument: 'x'",
+        ),
         (plain_functions.double, {"instances": 0}, "`instances` must be at least 1, got 0"),
         (plain_functions.double, {"max_batch_size": -1}, "`max_batch_size` must be 0 or more, got -1"),
         (plain_functions.double, {"on_disconnect": "maybe"}, "parameter `on_disconnect` must be 'cancel' or 'finish'"),
@@ -270,7 +280,7 @@ async def coroutine(x: Any) -> Any:
 )
 def test_arguments_that_make_no_sense_are_refused(way: Way, function: Any, options: Any, reason: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
-        way(function, outputs=[X], **options)
+        way(function, **{"inputs": [X], "outputs": [X], **options})
     assert caught.value.reason.startswith(reason)
 
 
@@ -350,7 +360,7 @@ async def test_a_module_that_cannot_be_imported_there_says_why(tmp_path: Path, m
     import once_only  # type: ignore[import-not-found]  # it was written just now
 
     with pytest.raises(ModelLoadError) as caught:
-        async with running(runners.process(once_only.f, outputs=[X])):
+        async with running(runners.process(once_only.f, inputs=[X], outputs=[X])):
             pass
     assert str(caught.value) == (
         f"model 'f' can't be loaded: importing f from once_only: ValueError: not here ({module}:2)"

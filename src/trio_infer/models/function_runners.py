@@ -166,6 +166,7 @@ def _signature(
         raise ModelLoadError(name, f"it must be a function, got {type(function).__name__}")
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise ModelLoadError(name, "it is `async def`, which is for `trio_infer.Model`; here a plain `def` is called")
+    _check_call(function, name, inputs)
     return Signature(
         name,
         version,
@@ -174,6 +175,20 @@ def _signature(
         max_batch_size=max_batch_size,
         decoupled=inspect.isgeneratorfunction(function),
     )
+
+
+def _check_call(function: Callable[..., Any], name: str, inputs: Sequence[TensorSpec]) -> None:
+    """Whether the function can be called with the inputs, all of them and only those that must be there."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one of C that doesn't tell
+        return
+    for given in (inputs, [spec for spec in inputs if not spec.optional]):
+        try:
+            signature.bind(**{spec.name: None for spec in given})
+        except TypeError as error:
+            names = [spec.name for spec in given]
+            raise ModelLoadError(name, f"{name}{signature} can't be called with the inputs {names}: {error}") from None
 
 
 def _config(
